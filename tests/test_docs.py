@@ -112,6 +112,11 @@ def test_what_the_catalogue_says_of_methods_is_generated(path: str) -> None:
     assert _tool("documents").generate(text) == text, "run: python tools/documents.py --write"
 
 
+def test_the_file_of_methods_says_what_the_catalogue_does() -> None:
+    tool = _tool("documents")
+    assert tool.FILE.read_text("utf-8") == tool.methods_file(), "run: python tools/documents.py --write"
+
+
 def _command_lines(text: str) -> Iterator[str]:
     """The calls of `foretell` in blocks of code, without what a shell does around them."""
     for block in re.findall(r"^```(?:console|sh|bash)?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):

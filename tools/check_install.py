@@ -5,8 +5,9 @@
 
 A block of the README that is marked `<!-- install: cpu -->` holds one line for each way; each runs in a virtual
 environment of its own, then the line of `<!-- install: model -->` of the same tool. There a prompt is answered without
-a compiler on the path. The lines of `<!-- install: cuda -->` are resolved only. What would come from the registry comes
-from `dist/`. Where the index of torch's CPU builds cannot be reached, torch is that of $TORCH, from the usual registry.
+a compiler on the path, and what is no checkout gives the first token soon (on an idle machine with two cores). The
+lines of `<!-- install: cuda -->` are resolved only. What would come from the registry comes from `dist/`. Where the
+index of torch's CPU builds cannot be reached, torch is that of $TORCH, from the usual registry.
 """
 
 import email
@@ -17,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from email.message import Message
@@ -33,6 +35,8 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_OPTIONS = re.compile(rf" --pip-args=\S+| --extra-index-url {TORCH_INDEX}| --torch-backend cpu")
 TOLERANCE = 0.15
 """Of the size that the README states, as a share."""
+FIRST_TOKEN_SECONDS = {"empty": 4.0, "warm": 3.5}
+"""Most seconds from the start of `foretell generate` to the first token of the answer, by the state of the cache."""
 LINK = re.compile(r"\]\(([^)\s]*)")
 
 
@@ -123,12 +127,34 @@ def check_line(line: str, model_line: str) -> float:
     answer = run([foretell, "generate", "Name a colour.", "--max-new-tokens", "8", "--json"], without_compiler)
     if json.loads(answer)["drafter"] == "none" or json.loads(answer)["new_tokens"] < 1:
         sys.exit(f"{line}: a prompt was answered without a drafter:\n{answer}")
+    if " -e " not in line:
+        check_first_token(line, foretell, without_compiler)
     run([foretell, "serve", "--help"], without_compiler)
     if list(target.rglob("nvidia")):
         sys.exit(f"{line}: CUDA libraries were installed")
     size = sum(p.lstat().st_size for p in target.rglob("*") if not p.is_dir()) / 1e9
     shutil.rmtree(FOLDER)
     return size
+
+
+def check_first_token(line: str, foretell: str, environment: dict[str, str]) -> None:
+    """Check how long the first token takes, by the median of three runs."""
+    for cache, limit in FIRST_TOKEN_SECONDS.items():
+        times = []
+        for _ in range(3):
+            if cache == "empty":
+                shutil.rmtree(Path(environment["HOME"], ".cache", "foretell"), ignore_errors=True)
+            start = time.perf_counter()
+            command = [foretell, "generate", "Name a colour.", "--max-new-tokens", "8"]
+            with subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            ) as process:
+                assert process.stdout is not None
+                process.stdout.read(1)
+                times.append(time.perf_counter() - start)
+        print(f"   first token with {cache} cache: {', '.join(f'{t:.1f}' for t in sorted(times))} s")
+        if sorted(times)[1] > limit:
+            sys.exit(f"{line}: the first token comes after {sorted(times)[1]:.1f} s with {cache} cache, not {limit} s")
 
 
 def clean_environment(tool: str) -> dict[str, str]:

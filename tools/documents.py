@@ -6,6 +6,7 @@ notebooks in `examples/`, and compares the generated parts with the catalogue.
     python tools/documents.py --write    update the generated parts
 """
 
+import json
 import os
 import re
 import shlex
@@ -18,8 +19,8 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from foretell.catalogue import catalogue, find
-from foretell.cli.methods import markdown_section, markdown_table
+from foretell.catalogue import BUILT_IN, catalogue, find
+from foretell.cli.methods import FILE, markdown_section, markdown_table, record_of, with_packages
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -39,6 +40,7 @@ def main() -> None:
     """Check everything, or the documents that are named; exit with 1 and a sentence where something is wrong."""
     names = [a for a in sys.argv[1:] if a != "--write"]
     if "--write" in sys.argv:
+        FILE.write_text(methods_file(), encoding="utf-8")
         for path in (README, METHODS):
             path.write_text(generate(path.read_text(encoding="utf-8")), encoding="utf-8")
         return
@@ -46,6 +48,8 @@ def main() -> None:
         text = path.read_text(encoding="utf-8")
         if generate(text) != text:
             sys.exit(f"{path.name}: differs from the catalogue; run: python tools/documents.py --write")
+    if FILE.read_text(encoding="utf-8") != methods_file():
+        sys.exit(f"{FILE.name}: differs from the catalogue; run: python tools/documents.py --write")
     chosen = [path for path in documents() if not names or path.name in names]
     with ThreadPoolExecutor(AT_ONCE) as threads:
         runs = [threads.submit(run_document, path) for path in chosen]
@@ -65,11 +69,19 @@ def documents() -> list[Path]:
     return sorted((p for p in pages if blocks[p]), key=lambda p: -blocks[p]) + NOTEBOOKS
 
 
+def methods_file() -> str:
+    """What `foretell methods` reads instead of the catalogue, a method a line."""
+    lines = (json.dumps(vars(record_of(entry)), ensure_ascii=False, default=vars) for entry in BUILT_IN)
+    return "[" + ",\n".join(lines) + "]\n"
+
+
 def generate(text: str) -> str:
     """A document with its generated parts updated: the table of methods, and the sections of single methods."""
 
     def replacement(m: re.Match[str]) -> str:
-        lines = markdown_table(catalogue().values()) if m[2] == "table" else markdown_section(find(m[3]))
+        entries = catalogue().values() if m[2] == "table" else [find(m[3])]
+        records = [with_packages(record_of(entry)) for entry in entries]
+        lines = markdown_table(records) if m[2] == "table" else markdown_section(records[0])
         return m[1] + "\n" + "\n".join(lines) + "\n\n" + m[4]
 
     return GENERATED.sub(replacement, text)

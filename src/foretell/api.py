@@ -26,14 +26,13 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.expert_cache import ExpertReads
 from foretell.model.load.checkpoint import CachedCheckpoint, Checkpoint
 from foretell.model.load.expert_offload import ExpertOffloadedDecoder
-from foretell.model.load.images import VisionLanguage
-from foretell.model.load.transformers import HFRunner, ImagePrompt
+from foretell.model.load.images import ImagePrompt, ReadImage, VisionLanguage
 from foretell.model.run.adapting_runner import AdaptingRunner
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.evicting_runner import EvictingRunner
 from foretell.model.run.network import Network
-from foretell.model.run.resized_vocabulary import ResizedVocabulary
 from foretell.model.run.runner import Runner
+from foretell.model.run.vocabulary import ResizedVocabulary
 from foretell.plan import Plan, PlanEngine, PlanReport, PlanRun, PlanTask, parse_plan, question_of
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import Speculator
@@ -121,7 +120,7 @@ class Model:
         if cache_policy is not None:
             self._runner = partial(EvictingRunner, self.network, cache_policy)
         self.precision, self.eos, self._checkpoint = precision, eos, checkpoint
-        self._vision = vision
+        self.vision = vision
         self._images: ImagePrompt | None = None
         self._speculators: dict[object, Speculator] = {}
         self.pass_times = PassTimes()
@@ -173,14 +172,28 @@ class Model:
         Raises:
             ValueError: it reads text only, or cannot read these images or this prompt.
         """
-        if self._vision is None:
+        vision = self.vision
+        if vision is None:
             raise ValueError(
-                f"{self.name} reads text only: leave out the image, or give a vision-language model that transformers "
-                "runs"
+                f"{self.name} reads text only: leave out the image, or give a model of the kind of SmolVLM, Idefics 3 "
+                "or Llava"
             )
-        model = copy(self)
-        model._images = self._vision.prompt(images, prompt, raw)
-        model._runner = partial(HFRunner, self._vision.model, model._images)
+        read = list[ReadImage]()
+        for path in images:
+            data = path.read_bytes()
+            try:
+                read.append(vision.read(data))
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+        codec, model = self.codec, copy(self)
+        if raw:
+            tokens = codec.encode(prompt)
+        elif codec.chat_template is None:
+            tokens = codec.encode(f"{codec.decode([vision.image_token], False) * len(images)}\n{prompt}")
+        else:
+            content = [*({"type": "image"} for _ in images), {"type": "text", "text": prompt}]
+            tokens = codec.chat([{"role": "user", "content": content}])
+        model._images = vision.place(tokens, read)
         return model
 
     def runner(self) -> Runner:
@@ -375,6 +388,7 @@ class Model:
             method=method,
             max_drafts=max_drafts,
             adapter=adapter,
+            images=None if self._images is None else self._images.images,
         )
 
     def plan_run(
@@ -391,6 +405,8 @@ class Model:
             ValueError: there is no such plan, the request is invalid or asks for something that a plan cannot give, or
                 the model has no chat template.
         """
+        if self._images is not None:
+            raise ValueError("a plan writes its own prompts, which have no images: leave out the plan, or the image")
         if options.get("raw") or self.codec.chat_template is None:
             raise ValueError("a plan asks the model in a conversation: leave out raw, and take a model with a template")
         messages: Sequence[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from foretell.api import Model
-from foretell.model.cache.policy import parse_target_policy
+from foretell.model.cache.policy import CachePolicy, parse_target_policy
 from foretell.model.config.model import CacheDtype, ModelConfig, with_context, with_rope_scaling
 from foretell.model.config.readers.compressed import check_card
-from foretell.model.config.readers.hf import from_hf, is_decoder_family
+from foretell.model.config.readers.hf import IMAGE_READERS, from_hf, is_decoder_family
 from foretell.model.config.readers.values import eos_token_ids
 from foretell.model.diffusion.config import is_diffusion
 from foretell.model.kernels.decoder import NativeDecoder
@@ -40,12 +40,14 @@ from foretell.model.load.quantization_config import parse_quantization, refuse_q
 from foretell.model.load.quantized import QuantizedWeights
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.model.load.rounding import RoundedWeights
+from foretell.model.load.split import WHOLE, Split, load_split
 from foretell.model.load.transformers import HFRunner, load_hf, model_config_of, reads_images
 from foretell.model.load.transforms import DecoderTransform
 from foretell.model.load.weights import SafetensorsWeights, Weights
 from foretell.model.offload.sparsity_file import directory_of, read_sparsity
 from foretell.model.run.compact_runner import check_compactible
 from foretell.model.run.network import Network
+from foretell.model.run.runner import Runner
 from foretell.speculator.formats.files import missing_weights
 from foretell.speculator.load import is_speculator
 from foretell.tokenizer.codec import TextCodec, from_directory
@@ -75,6 +77,8 @@ def load(
     chat_template_date: datetime | None = None,
     lora: str | Path | Sequence[str | Path] | None = None,
     adapters: Sequence[str] = (),
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
 ) -> Model:
     """Load a model.
 
@@ -105,11 +109,15 @@ def load(
     `lora`: adapters that are merged into the weights while they are read, directories of PEFT or GGUF files, also as
     NAME=PLACE; the file of the model stays as it is. Matrices that they change are not quantised afterwards.
     `adapters`: adapters as NAME=PLACE, of which a `Request` names its own.
-    Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).
+    `tensor_parallel`: processes, started by `torchrun`, that share every layer; `pipeline_parallel`: parts of the list
+    of layers, a process each, or as many as share its layers. The call returns in the first process only; the others
+    run their parts until it ends, and exit.
+    Such models, and architectures that the own decoder does not support, run through transformers, more slowly (extra
+    `hf`).
 
     Raises:
-        ValueError: the reference, dtype or device is unknown, the checkpoint is incomplete or damaged, or the limit is
-            too small.
+        ValueError: the reference, dtype or device is unknown, the checkpoint is incomplete or damaged, the limit is too
+            small, or the processes are not as many as the parts.
     """
     for name, value, known in (("dtype", dtype, DTYPES), ("kv_cache_dtype", kv_cache_dtype, get_args(CacheDtype))):
         if value not in known:
@@ -124,14 +132,17 @@ def load(
             f"--pre-tokenizer {pre_tokenizer} is for GGUF files; the files of {path} say how texts are cut"
         )
     refuse_other_kinds(reference, path, raw)
-    if raw is not None and not is_decoder_family(raw):
-        options = rope_scaling, max_model_len, policy, sparsity, *merged, *adapters
+    split = Split(tensor_parallel, pipeline_parallel)
+    if raw is None and split != WHOLE:
+        raise ValueError(f"{reference}: transformers splits models in directories of safetensors, and this is GGUF")
+    if raw is not None and (split != WHOLE or not is_decoder_family(raw)):
+        options = memory_limit, rope_scaling, max_model_len, policy, sparsity, *merged, *adapters
         if kv_cache_dtype != "auto" or any(option is not None for option in options):
             raise ValueError(
-                f"{reference}: rope_scaling, max_model_len, kv_cache_dtype, kv_cache_policy, sparsity and lora are for "
-                "architectures of the own decoder"
+                f"{reference}: memory_limit, rope_scaling, max_model_len, kv_cache_dtype, kv_cache_policy, sparsity "
+                "and lora are for the own decoder; transformers runs models of other architectures and models in parts"
             )
-        model = _load_with_transformers(reference, path, raw, dtype, torch_device)
+        model = _load_with_transformers(reference, path, raw, dtype, torch_device, split)
         model.codec = replace(model.codec, template_date=chat_template_date)
         return model
     opened = open_checkpoint(path, raw, pre_tokenizer)
@@ -139,18 +150,7 @@ def load(
         own, changed = with_adapter(opened.config, opened.weights, each)
         opened = opened._replace(config=own, weights=changed)
     config = with_context(with_rope_scaling(opened.config, rope_scaling), max_model_len)
-    if config.latent is not None and kv_cache_dtype != "auto":
-        raise ValueError(
-            f"{reference}: kv_cache_dtype {kv_cache_dtype} is not for multi-head latent attention; use auto"
-        )
-    if kv_cache_dtype == "fp8" and device == "cpu":
-        raise ValueError(f"{reference}: kv_cache_dtype fp8 is for GPUs; use int8, which has as many bytes")
-    config = replace(config, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
-    check_cache_dtype(reference, config)
-    if policy is not None:
-        check_compactible(config)
-        if policy.selects:
-            config, policy = replace(config, page_budget=policy.budget), None
+    config = _with_cache(reference, config, kv_cache_dtype, policy, device)
     precision = choose_precision(reference, dtype, config, opened.weights, torch_device)
     weights = RoundedWeights(opened.weights) if dtype == "int4" else opened.weights
     if memory_limit is None and runs_on_kernels(config, torch_device):
@@ -170,7 +170,32 @@ def load(
         )
     plain = _FileCheckpoint(config, opened.weights, precision, torch_device)
     adapted = _adapted(plain, network, adapters, RoundedWeights if dtype == "int4" else lambda weights: weights)
-    return Model(name, config, tokenizer, network, variant, eos, checkpoint, policy, adapted=adapted)
+    evicts = policy if policy is not None and not policy.selects else None
+    vision = None
+    if raw is not None and raw.get("model_type") in IMAGE_READERS:
+        exact = device == "cpu" or precision == "float32"
+        vision = VisionLanguage(path, _image_token(path, raw), torch_device, torch.float32 if exact else torch.bfloat16)
+    return Model(name, config, tokenizer, network, variant, eos, checkpoint, evicts, vision, adapted)
+
+
+def _with_cache(
+    reference: str, config: ModelConfig, dtype: str, policy: CachePolicy | None, device: str
+) -> ModelConfig:
+    """The configuration with a cache of these numbers, of which tokens select keys where the policy says so.
+
+    Raises:
+        ValueError: the model or the device has no such cache.
+    """
+    if config.latent is not None and dtype != "auto":
+        raise ValueError(f"{reference}: kv_cache_dtype {dtype} is not for multi-head latent attention; use auto")
+    if dtype == "fp8" and device == "cpu":
+        raise ValueError(f"{reference}: kv_cache_dtype fp8 is for GPUs; use int8, which has as many bytes")
+    config = replace(config, cache_dtype=dtype)  # type: ignore[arg-type]
+    check_cache_dtype(reference, config)
+    if policy is None:
+        return config
+    check_compactible(config)
+    return replace(config, page_budget=policy.budget) if policy.selects else config
 
 
 def _adapted(
@@ -211,6 +236,13 @@ class TargetOptions:
     """In the form of ISO 8601."""
     lora: Sequence[str] = ()
     adapters: Sequence[str] = ()
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    @property
+    def split(self) -> Split:
+        """The parts of the target."""
+        return Split(self.tensor_parallel, self.pipeline_parallel)
 
     def load(self, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
         """Load a target with these options."""
@@ -230,6 +262,8 @@ class TargetOptions:
             chat_template_date=date,
             lora=self.lora,
             adapters=self.adapters,
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
         )
 
 
@@ -396,10 +430,6 @@ def open_checkpoint(
         return OpenCheckpoint(
             config, GGUFWeights(file, config), partial(codec_from_gguf, file.metadata, pre_tokenizer), config.eos
         )
-    if pre_tokenizer is not None:
-        raise ValueError(
-            f"--pre-tokenizer {pre_tokenizer} is for GGUF files; the files of {path} say how texts are cut"
-        )
     check_card(path, raw)
     config, quantization = from_hf(raw, source), parse_quantization(raw, source)
     weights = SafetensorsWeights(path) if quantization is None else QuantizedWeights(path, quantization)
@@ -411,24 +441,35 @@ def open_checkpoint(
 
 
 def _load_with_transformers(
-    reference: str, path: Path, raw: Mapping[str, Any], dtype: str, device: torch.device
+    reference: str, path: Path, raw: Mapping[str, Any], dtype: str, device: torch.device, split: Split
 ) -> Model:
-    """A model of an architecture that the own decoder does not support, run by transformers."""
+    """A model in parts, or of an architecture that the own decoder does not support, run by transformers."""
     if dtype not in ("auto", "float32", "bfloat16"):
-        raise ValueError(
-            f"{reference}: {dtype} is for architectures of the own decoder; use --dtype float32 or bfloat16"
-        )
+        raise ValueError(f"{reference}: {dtype} is for the own decoder; use --dtype float32 or bfloat16")
     dtype = "bfloat16" if dtype == "auto" else dtype
     refuse_quantization(raw, str(path))
     # Damaged shards, quantised tensors and layers too many are errors, which transformers does not check.
     weights = SafetensorsWeights(path)
-    model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
+    torch_dtype = torch.float32 if dtype == "float32" else torch.bfloat16
+    runner: Callable[[], Runner]
+    if split == WHOLE:
+        model = load_hf(path, torch_dtype, device)
+        runner = partial(HFRunner, model)
+    else:
+        model, runner = load_split(path, torch_dtype, device, split)
     config = model_config_of(model)
     weights.check_layers(config.layers)
-    vision = VisionLanguage(model, path) if reads_images(model) else None
-    runner, codec = partial(HFRunner, model), from_directory(path)
+    vision = None
+    if split == WHOLE and reads_images(model):
+        vision = VisionLanguage(path, _image_token(path, raw), device, model.dtype, model)
+    codec = from_directory(path)
     eos = tuple(sorted({*_eos_tokens(path, config), *codec.eos_ids}))
     return Model(reference, config, codec, runner, dtype, eos, vision=vision)
+
+
+def _image_token(path: Path, raw: Mapping[str, Any]) -> int:
+    """The token in whose places a vision-language model reads images; -1: its configuration names none."""
+    return Fields(raw, str(path / "config.json")).integer("image_token_id", "image_token_index", default=-1, least=-1)
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:

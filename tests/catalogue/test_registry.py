@@ -1,5 +1,6 @@
 """The catalogue: columns follow from the parts of a method, and unknown options are errors."""
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +28,7 @@ from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.options.base import MethodOptions
 from foretell.catalogue.options.feature_level import EagleTreeOptions
 from foretell.catalogue.registry import find
+from foretell.cli import methods
 from foretell.draft import CombinedRetriever, DraftModel, HybridDrafter
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.retrieval.datastore import write_datastore
@@ -247,7 +249,8 @@ def test_methods_of_other_packages_are_found_and_broken_ones_are_reported(monkey
         SimpleNamespace(name="text", value="some.module:NAME", load=lambda: "no entry"),
         SimpleNamespace(name="mine", value="good.module:ENTRY", load=lambda: MINE),
     ]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    for module in (registry, methods):
+        monkeypatch.setattr(module, "entry_points", lambda group: points)
     assert catalogue()["mine"] is MINE and find("mine").options is MethodOptions
     first, second = installed_methods().problems
     assert "broken = broken.module:ENTRY" in first and "(ImportError: no module named torch_plus); upgrade or" in first
@@ -255,4 +258,5 @@ def test_methods_of_other_packages_are_found_and_broken_ones_are_reported(monkey
     with pytest.raises(ValueError, match=r"unknown method 'broken'.*no module named torch_plus"):
         find("broken")
     shown = run_foretell("methods", "--json")
-    assert shown.exit_code == 0 and '"mine"' in shown.stdout and shown.stderr.count("foretell: the method") == 2
+    assert shown.exit_code == 0 and [e["name"] for e in json.loads(shown.stdout)] == [*catalogue()]
+    assert shown.stderr.count("foretell: the method") == 2

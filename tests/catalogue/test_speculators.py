@@ -13,7 +13,7 @@ from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.transforms import DecoderTransform
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.reduced_vocabulary import ReducedVocabulary
+from foretell.model.run.vocabulary import ReducedVocabulary
 from foretell.testing import TINY, RandomWeights
 from helpers import VOCAB, generate, naive, random_tokens, sibling, speculator, target
 

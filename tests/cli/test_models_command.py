@@ -198,15 +198,17 @@ def test_another_model_has_no_speculator(name: str) -> None:
     assert pairs_for([name]) == []
 
 
-@pytest.mark.parametrize("arguments", [[], ["--speculators"]])
-def test_models_are_listed_without_torch(tmp_path: Path, arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["models"], ["models", "--speculators"], ["methods"], ["methods", "pld"], ["methods", "--json"]]
+)
+def test_models_and_methods_are_listed_without_torch(tmp_path: Path, arguments: list[str]) -> None:
     code = (
         "import sys; from foretell.cli import main\n"
         "sys.argv[0] = 'foretell'\n"
         "try: main()\nexcept SystemExit: pass\n"
         "print('torch' in sys.modules)"
     )
-    command = [sys.executable, "-c", code, "models", *arguments]
+    command = [sys.executable, "-c", code, *arguments]
     result = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ | {"HOME": str(tmp_path)}
     )

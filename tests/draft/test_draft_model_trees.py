@@ -21,7 +21,7 @@ from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.reduced_vocabulary import ReducedVocabulary
+from foretell.model.run.vocabulary import ReducedVocabulary
 from foretell.shape import Chain, DynamicTree
 from foretell.shape.base import Shape
 from foretell.testing import TINY, tiny_decoder

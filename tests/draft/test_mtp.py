@@ -124,15 +124,16 @@ def test_scores_are_those_of_transformers(kind: str) -> None:
     torch.testing.assert_close(scores_after(DecoderRunner(decoder), layer, []), wanted, rtol=0, atol=1e-4)
 
 
-def test_drafted_positions_read_the_output_of_the_layer() -> None:
-    decoder, layer = target_of("qwen3_5")
-    model, tokens = oracle_of("qwen3_5")[0], list(TEXT)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_drafted_positions_read_the_output_of_the_layer(kind: str) -> None:
+    decoder, layer = target_of(kind)
+    model, tokens = oracle_of(kind)[0], list(TEXT)
     with torch.no_grad():
         states = model.model(torch.tensor([TEXT])).last_hidden_state[:, :-1]
     for token in PATH:
-        out = run_layer("qwen3_5", states, tokens[1:])
+        out = run_layer(kind, states, tokens[1:])
         states, tokens = torch.cat((states, out[:, -1:]), 1), [*tokens, token]
-    wanted = model.lm_head(run_layer("qwen3_5", states, tokens[1:]))[0, -1]
+    wanted = model.lm_head(run_layer(kind, states, tokens[1:]))[0, -1]
     torch.testing.assert_close(scores_after(DecoderRunner(decoder), layer, PATH), wanted, rtol=0, atol=1e-4)
 
 

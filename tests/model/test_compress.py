@@ -8,7 +8,8 @@ import torch
 from foretell.catalogue import BuildContext, find
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
-from foretell.model.block.decoder import Decoder, DecoderBlock
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.moe import ExpertFeedForward
 from foretell.model.load.transforms import fake_quantize, fake_quantize_weight
 from foretell.model.offload.influence import measure_influence

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from foretell.core.tree import tree_from_lists
 from foretell.model import kernels as native
-from foretell.model.block.decoder import BlockRange, DecoderBlock
+from foretell.model.block.decoder import BlockRange
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.cache.layout import Layout
 from foretell.model.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from foretell.model.kernels import structures

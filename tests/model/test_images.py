@@ -1,145 +1,182 @@
-"""A vision-language model drafts and verifies text behind an image."""
+"""Vision-language models read images in prompts as transformers does, and draft and verify text behind them."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import transformers
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import foretell
 from command import expect_error, run_foretell, tiny_target
 from foretell.api import Answer, Model
+from foretell.core.sampling import SamplingParams
+from foretell.model.config.readers.hf import from_hf
+from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.run.runner import ReadsImages
+from foretell.verify.logits import read_chunk
+from vision import FAMILIES, IMAGE, IMAGE_TOKEN, picture, reference, two_way_model, vision_model
 
-VOCAB, IMAGE = 64, "<image>"
 TEXT = "abcabcabcab"
-TEMPLATE = (
-    "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'image' %}<image>{% else %}"
-    "{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}"
-)
+PICTURES = picture(1, 40, 24), picture(2, 8, 16)
+"""Of different shapes: Idefics 3 and SmolVLM cut the first into six parts, and read the second whole and in two."""
 
 
 @cache
-def vision_model() -> Path:
-    """A Llava of a few thousand parameters with its processor: four image tokens per image."""
-    folder = Path(mkdtemp()) / "llava"
-    letters = {chr(ord(" ") + 65 + i): i for i in range(26)} | {f"<{i}>": i for i in range(26, VOCAB - 1)}
-    tokenizer = Tokenizer(models.BPE(vocab=letters | {IMAGE: VOCAB - 1}, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    tokenizer.add_special_tokens([IMAGE])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.add_special_tokens({"additional_special_tokens": [IMAGE]})
-    fast.image_token, fast.image_token_id = IMAGE, VOCAB - 1
-    sizes = {"height": 8, "width": 8}
-    transformers.LlavaProcessor(
-        image_processor=transformers.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size=sizes),
-        tokenizer=fast, patch_size=4, vision_feature_select_strategy="default", image_token=IMAGE,
-        num_additional_image_tokens=1, chat_template=TEMPLATE,
-    ).save_pretrained(folder)  # fmt: skip
-    text = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, eos_token_id=VOCAB - 2, bos_token_id=None,
-    )  # fmt: skip
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4,
-        projection_dim=16,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=VOCAB - 1,
-                                      image_seq_length=4, vision_feature_layer=-1)  # fmt: skip
-    model = transformers.LlavaForConditionalGeneration(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return folder
+def model(family: str = "smolvlm") -> Model:
+    return foretell.load(str(vision_model(family)), "float32")
 
 
-@cache
-def picture(seed: int) -> Path:
-    path = Path(mkdtemp()) / f"{seed}.png"
-    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (8, 8, 3), np.uint8)).save(path)
-    return path
+def inputs_of(family: str, pictures: Sequence[Path]) -> Any:
+    """What transformers makes of the conversation."""
+    _, processor = reference(family)
+    content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": TEXT}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    return processor(text=text, images=[Image.open(p) for p in pictures], return_tensors="pt")
 
 
-@cache
-def model() -> Model:
-    return foretell.load(str(vision_model()), "float32")
-
-
-def answer(behind: Model, method: str, **values: float) -> Answer:
-    sampling = foretell.SamplingParams(temperature=values.get("temperature", 0.0), seed=3)
+def answer(behind: Model, method: str, temperature: float = 0.0) -> Answer:
+    sampling = SamplingParams(temperature=temperature, seed=3)
     engine = behind.engine(method)
     (completion,) = engine.complete([behind.request(TEXT, sampling, max_new_tokens=24, ignore_eos=True)])
     return Answer.from_completion(completion, engine)
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "recycling", "sam_recycling"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def logits_of(behind: Model, chunks: Sequence[int]) -> torch.Tensor:
+    """Logits of the whole prompt, read in chunks of these sizes and the rest."""
+    request, runner = behind.request(TEXT), behind.runner()
+    assert isinstance(runner, ReadsImages)
+    runner.show(0, request.images)
+    out, at = list[torch.Tensor](), 0
+    for size in (*chunks, len(request.prompt) - sum(chunks)):
+        out.append(read_chunk(runner, list(request.prompt[at : at + size]), size))
+        at += size
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("pictures", [PICTURES[:1], PICTURES])
+def test_logits_and_text_are_those_of_transformers(family: str, pictures: Sequence[Path]) -> None:
+    behind, inputs = model(family).with_images(pictures, TEXT), inputs_of(family, pictures)
+    assert behind.tokens(TEXT) == inputs["input_ids"][0].tolist()
+    whole, _ = reference(family)
+    with torch.inference_mode():
+        torch.testing.assert_close(logits_of(behind, ()), whole(**inputs).logits[0], rtol=0, atol=1e-4)
+    out = whole.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=-1)
+    assert out[0, inputs["input_ids"].shape[1] :].tolist() == list(answer(behind, "autoregressive").tokens)
+
+
+def test_the_model_is_the_own_decoder_whose_passes_without_images_are_those_of_the_text_model() -> None:
+    assert isinstance(model().network, NativeDecoder)
+    whole, processor = reference("smolvlm")
+    tokens = processor.tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    runner = model().runner()
+    with torch.inference_mode():
+        ours = read_chunk(runner, tokens[0].tolist(), tokens.shape[1])
+        torch.testing.assert_close(ours, whole(input_ids=tokens).logits[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "temperature"),
+    [("suffix", 0.0), ("suffix", 1.0), ("recycling", 1.0), ("layer_skip", 0.0), ("early_exit", 0.0)],
+)
 def test_drafted_text_behind_an_image_is_that_of_plain_decoding(method: str, temperature: float) -> None:
-    behind = model().with_images([picture(1)], TEXT)
-    plain = answer(behind, "autoregressive", temperature=temperature)
-    drafted = answer(behind, method, temperature=temperature)
+    behind = model().with_images(PICTURES[:1], TEXT)
+    plain, drafted = (answer(behind, name, temperature) for name in ("autoregressive", method))
     assert drafted.tokens == plain.tokens and drafted.statistics.drafted > 0
     assert drafted.statistics.target_passes <= plain.statistics.target_passes
 
 
-def test_the_text_is_what_transformers_generates_and_depends_on_the_image() -> None:
-    found = {}
-    for seed in (1, 2):
-        behind = model().with_images([picture(seed)], TEXT)
-        found[seed] = answer(behind, "suffix").tokens
-        processor = transformers.AutoProcessor.from_pretrained(vision_model())
-        inputs = processor(text=IMAGE + TEXT, images=Image.open(picture(seed)), return_tensors="pt")
-        assert inputs["input_ids"][0].tolist() == behind.tokens(TEXT)
-        reference = transformers.AutoModelForImageTextToText.from_pretrained(vision_model(), dtype=torch.float32)
-        out = reference.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=-1)
-        assert out[0, inputs["input_ids"].shape[1] :].tolist() == list(found[seed])
-    assert found[1] != found[2]
-
-
 def test_prompt_chunks_of_any_size_see_the_same_image() -> None:
-    behind = model().with_images([picture(1), picture(2)], TEXT)
-    tokens, runner = behind.tokens(TEXT), behind.runner()
-    assert tokens.count(VOCAB - 1) == 8
+    behind = model().with_images(PICTURES, TEXT)
+    assert torch.equal(logits_of(behind, ()), logits_of(behind, (3, 9, 1, 14)))
 
-    def last(chunks: Sequence[int]) -> torch.Tensor:
-        from foretell.verify.logits import read_chunk
 
-        runner.truncate(0, 0)
-        at, logits = 0, torch.zeros(0)
-        for size in chunks:
-            logits = read_chunk(runner, tokens[at : at + size], 1)
-            at += size
-        assert at == len(tokens)
-        return logits
+def test_a_request_beside_others_and_from_the_prefix_cache_reads_its_own_image() -> None:
+    one, two = (model().with_images([picture(seed)], TEXT) for seed in (1, 2))
+    requests = [
+        replace(behind.request(TEXT, max_new_tokens=12, ignore_eos=True), cache_salt="s") for behind in (one, two)
+    ]
+    text = replace(requests[0], images=None)
+    assert list(requests[0].prompt) == list(requests[1].prompt)
+    alone = [answer(behind, "autoregressive").tokens[:12] for behind in (one, two)]
+    assert alone[0] != alone[1]
+    engine = model().engine("suffix", rows=4, prefix_caching=True)
+    together = engine.complete([*requests, text])
+    assert [c.tokens for c in together[:2]] == alone and together[2].tokens not in alone
+    assert all(c.statistics.cached_tokens == 0 for c in together)
+    again = engine.complete([requests[1], text, requests[0]])
+    assert [c.tokens for c in again] == [alone[1], together[2].tokens, alone[0]]
+    assert all(c.statistics.cached_tokens == len(text.prompt) - 1 for c in again)
 
-    torch.testing.assert_close(last([len(tokens)]), last([3, 4, len(tokens) - 7]), rtol=1e-4, atol=1e-4)
+
+@pytest.mark.parametrize("method", ["suffix", "layer_skip", "early_exit"])
+def test_a_prompt_with_an_image_is_read_beside_a_request_that_drafts(method: str) -> None:
+    behind = model().with_images(PICTURES[:1], TEXT)
+    engine = model().engine(method, rows=2)
+    engine.submit(model().request(TEXT, max_new_tokens=40, ignore_eos=True))
+    while not next(iter(engine.statistics.values())).drafted:
+        engine.step()
+    number = engine.submit(behind.request(TEXT, max_new_tokens=24, ignore_eos=True))
+    tokens = [t for update in engine.run() if update.request == number for t in update.tokens]
+    assert tokens == list(answer(behind, "autoregressive").tokens)
+
+
+def test_a_row_of_an_image_is_used_again_for_text() -> None:
+    request = model().with_images(PICTURES[:1], TEXT).request(TEXT, max_new_tokens=12, ignore_eos=True)
+    text, engine = replace(request, images=None), model().engine(rows=1)
+    (alone,) = model().engine(rows=1).complete([text])
+    engine.complete([request])
+    assert engine.complete([text])[0].tokens == alone.tokens
+
+
+def test_a_fork_reads_the_images_of_its_source() -> None:
+    behind = model().with_images(PICTURES[:1], TEXT)
+    request = behind.request(TEXT, max_new_tokens=12, ignore_eos=True)
+    engine = behind.engine(rows=2)
+    number = engine.submit(request)
+    (fork,) = engine.fork(number, [replace(request, prompt=[], images=None)])
+    updates = list(engine.run())
+    tokens = [[t for u in updates if u.request == n for t in u.tokens] for n in (number, fork)]
+    assert tokens[0] == tokens[1] == list(answer(behind, "autoregressive").tokens[:12])
+
+
+def test_a_text_that_looks_like_an_image_is_text() -> None:
+    behind = model().with_images(PICTURES[:1], f"a{IMAGE}b")
+    assert behind.tokens("").count(IMAGE_TOKEN) == model().with_images(PICTURES[:1], "ab").tokens("").count(IMAGE_TOKEN)
+
+
+def test_a_configuration_of_llava_leaves_out_what_is_llama_s() -> None:
+    # config.json of llava-hf/llava-1.5-7b-hf, without its vision encoder.
+    text = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
+    config = from_hf({"model_type": "llava", "image_token_index": 32000, "text_config": text})
+    assert (config.architecture, config.layers, config.hidden, config.ffn) == ("llama", 32, 4096, 11008)
+    assert (config.heads, config.kv_heads, config.vocab, config.eos, config.tied) == (32, 32, 32064, (2,), False)
+
+
+@pytest.mark.filterwarnings("ignore:__array__")  # of the image processor
+def test_a_model_whose_image_tokens_attend_to_each_other_is_refused() -> None:
+    with pytest.raises(ValueError, match="in a way that token trees cannot follow"):
+        foretell.load(str(two_way_model()), "float32").with_images([picture(1)], TEXT)
 
 
 def test_from_the_command_line() -> None:
-    result = run_foretell("generate", TEXT, "--model", vision_model(), "--image", picture(1), "--method", "suffix",
-                          "--dtype", "float32", "--max-new-tokens", "8", "--ignore-eos", "--json")  # fmt: skip
+    result = run_foretell("generate", TEXT, "--model", vision_model("smolvlm"), "--image", PICTURES[0], "--dtype",
+                          "float32", "--max-new-tokens", "8", "--ignore-eos", "--json")  # fmt: skip
     assert result.exit_code == 0, (result.output, result.exception)
-    assert json.loads(result.stdout)["text"] == answer_text(8)
-
-
-def answer_text(tokens: int) -> str:
-    behind = model().with_images([picture(1)], TEXT)
-    return behind.codec.decode(answer(behind, "autoregressive").tokens[:tokens])
+    tokens = answer(model().with_images(PICTURES[:1], TEXT), "autoregressive").tokens[:8]
+    assert json.loads(result.stdout)["text"] == model().codec.decode(tokens)
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
     text = tmp_path / "note.png"
     text.write_text("no image")
-    of_vision = ("generate", TEXT, "--model", vision_model(), "--dtype", "float32", "--image")
+    of_vision = ("generate", TEXT, "--model", vision_model("smolvlm"), "--dtype", "float32", "--image")
     assert "reads text only" in expect_error("generate", TEXT, "--model", tiny_target(), "--image", picture(1))
     assert "not an image" in expect_error(*of_vision, text)
     assert "no such file" in expect_error(*of_vision, tmp_path / "missing.png")
-    assert "cannot read this prompt" in expect_error(*of_vision, picture(1), "--raw")
+    assert "names 0 places for images" in expect_error(*of_vision, picture(1), "--raw")

@@ -13,7 +13,8 @@ from foretell.draft import DraftModel, NoDrafter, PromptLookup
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Completion, Request
-from foretell.model.block.decoder import Decoder, FeedForward
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import FeedForward
 from foretell.model.block.linear import Linear
 from foretell.model.block.moe import ExpertFeedForward
 from foretell.model.cache.block_table import BLOCK_SLOTS

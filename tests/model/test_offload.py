@@ -14,7 +14,8 @@ from foretell.draft import DraftModel
 from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
-from foretell.model.block.decoder import Decoder, DecoderBlock, SkipSet
+from foretell.model.block.decoder import Decoder, SkipSet
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.load.build import build_block, build_without_blocks
 from foretell.model.load.weights import SafetensorsWeights
 from foretell.model.offload.block_store import BlockStore, OffloadedDecoder, weight_bytes

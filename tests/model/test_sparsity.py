@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from foretell.bench.random_file import random_model_file
-from foretell.model.block.decoder import BlockRange, Decoder, FeedForward
+from foretell.model.block.decoder import BlockRange, Decoder
+from foretell.model.block.layer import FeedForward
 from foretell.model.block.linear import Linear
 from foretell.model.block.modules import to_weights
 from foretell.model.block.sparsity import (

@@ -273,5 +273,5 @@ def test_what_needs_the_own_decoder_says_so(directory: Path) -> None:
         model.method("layer_skip")
     with pytest.raises(ValueError, match="own decoder, and transformers runs 'gpt2'"):
         model.network  # noqa: B018
-    with pytest.raises(ValueError, match="int8 is for architectures of the own decoder"):
+    with pytest.raises(ValueError, match="int8 is for the own decoder"):
         foretell.load(str(directory), dtype="int8")

@@ -29,6 +29,7 @@ from foretell.model.load.gguf_header import gguf_config
 from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.reference import resolve_reference
 from foretell.model.load.weights import SafetensorsWeights
+from foretell.model.matrices.stored import StoredMatrix
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import letter_codec
 from helpers import LLAMA3, all_logits, chain_tree, random_tokens
@@ -507,3 +508,25 @@ def test_a_configuration_out_of_the_family_is_refused(
     with pytest.raises(ValueError) as error:
         from_hf(raw)
     one_sentence(error, *words)
+
+
+def test_numbers_of_q8_0_are_those_of_gguf() -> None:
+    raw = quantize(np.random.default_rng(0).normal(size=(9, 96)).astype(np.float32), Kind.Q8_0)
+    found = StoredMatrix("Q8_0", 96, torch.from_numpy(raw)).widen()
+    assert found.numpy().tobytes() == dequantize(raw, Kind.Q8_0).tobytes() and found.shape == (9, 96)
+
+
+def test_a_tensor_of_a_file_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = GGUF(resolve_reference("smollm2-135m"))
+    weights = GGUFWeights(file, config := gguf_config(file))
+    read, load_tensor = list[str](), GGUF.load_tensor
+
+    def recorded(file: GGUF, name: str, *part: int | None) -> Any:
+        read.append(name)
+        return load_tensor(file, name, *part)
+
+    monkeypatch.setattr(GGUF, "load_tensor", recorded)
+    weights.require("model.norm.weight", config.hidden)
+    with pytest.raises(ValueError, match="has shape"):
+        weights.require("model.norm.weight", config.hidden + 1)
+    assert read == ["output_norm.weight"] * 2

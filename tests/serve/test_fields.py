@@ -22,7 +22,7 @@ BAD: dict[str, Any] = {
     "temperature": -1, "top_p": 0, "top_k": 1.5, "min_p": 2, "presence_penalty": 3, "frequency_penalty": "x",
     "repetition_penalty": 0, "n": 0, "seed": 2**70, "stop": [""], "max_tokens": 0, "max_completion_tokens": 0,
     "logit_bias": {"a": 1}, "top_logprobs": 21, "messages": [], "messages.0.role": [{"role": "king", "content": "x"}],
-    "messages.0.content": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+    "messages.0.content": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}],
     "stream_options": {"include_usage": True}, "chat_template": "x", "stream": "yes",
     "response_format.type": {"type": "xml"}, "truncate_prompt_tokens": -2, "allowed_token_ids": "abc",
     "speculative.max_drafts": {"max_drafts": -1}, "stream_interval": 0, "logprob_token_ids": [1],

@@ -268,7 +268,7 @@ REFUSED: Any = [
     ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "messages.0.images: "),
     ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "b"}}]}]},
      "messages.0.tool_calls: the arguments of a call"),
-    ("/api/generate", {"images": ["aGk="]}, "images: this model reads text only"),
+    ("/api/generate", {"images": ["aGk="]}, "images are read in /v1/chat/completions"),
     ("/api/generate", {"suffix": "end"}, "suffix"),
     ("/api/generate", {"suffix": "end", "raw": True}, "suffix"),
     ("/api/generate", {"template": "{{ .Prompt }}"}, "template"),

@@ -116,7 +116,7 @@ def prompt_of(template: str | None, **fields: Any) -> str:
     codec = load(str(tiny_target()), dtype="float32").codec
     encoder = PromptEncoder(codec, 4096, Limits(), trust_request_chat_template=True)
     body = ChatBody.model_validate({"messages": HISTORY, "chat_template": template, **fields})
-    return codec.decode(encoder.chat(body, encoder.tools(body)), skip_special_tokens=False)
+    return codec.decode(encoder.chat(body, encoder.tools(body)).tokens, skip_special_tokens=False)
 
 
 def test_a_template_with_tools_gets_them() -> None:
@@ -148,7 +148,7 @@ def test_parts_are_given_to_templates_that_read_them() -> None:
     messages = [{"role": "user", "content": PARTS}]
     assert prompt_of(READS_PARTS, messages=messages) == "<one><two>"
     assert prompt_of("{{ messages[0].content + '!' }}", messages=messages) == "one\ntwo!"
-    with pytest.raises(ValueError, match="part 0 is no text part"):
+    with pytest.raises(ValueError, match="part 0 is an image_url without a url"):
         prompt_of(LISTED, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
 
 
@@ -180,7 +180,7 @@ def test_a_template_is_chosen_by_name() -> None:
 
     def prompt(**fields: Any) -> str:
         body = ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}], **fields})
-        return codec.decode(encoder.chat(body, encoder.tools(body)), skip_special_tokens=False)
+        return codec.decode(encoder.chat(body, encoder.tools(body)).tokens, skip_special_tokens=False)
 
     assert prompt(chat_template="rag") == "RAG" and prompt(tools=TOOLS[:1]) == "TOOL 1"
     assert prompt().startswith("u:a")
@@ -201,7 +201,7 @@ def test_special_tokens_in_tools_are_text() -> None:
         {"type": "function", "function": {"name": "f", "description": "<end>", "parameters": {"<end>": ["<end>"]}}}
     ]
     body = ChatBody.model_validate({"messages": QUESTION, "tools": tools, "chat_template": "{{ tools | tojson }}<end>"})
-    tokens = encoder.chat(body, encoder.tools(body))
+    tokens = encoder.chat(body, encoder.tools(body)).tokens
     assert tokens.count(256) == 1 and tokens[-1] == 256 and codec.decode(tokens[:-1]).count("<end>") == 3
 
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from toy import TinySource, card_of
 
 from foretell.speculator import checkpoint
-from foretell.speculator.checkpoint import CONFIG, WEIGHTS, Bits, load_own, save, write_weights
+from foretell.speculator.checkpoint import WEIGHTS, Bits, load_own, save, write_weights
+from foretell.speculator.config_file import CONFIG
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.testing import TINY

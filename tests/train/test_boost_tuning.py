@@ -5,7 +5,7 @@ from pathlib import Path
 from training_helpers import shared
 
 from command import run_foretell, tiny_target
-from foretell.speculator.checkpoint import read_config
+from foretell.speculator.config_file import read_config
 
 SMALL = (
     "--steps", "3", "--batch-tokens", "256", "--sequence", "64", "--measure-every", "3", "--measure-prompts", "2",

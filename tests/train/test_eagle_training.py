@@ -11,8 +11,9 @@ from foretell.draft import EagleDrafter, NoDrafter
 from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
-from foretell.model.block.decoder import Decoder, DecoderBlock, FeedForward
+from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.layer import DecoderBlock, FeedForward
 from foretell.model.block.linear import Linear
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, RootOnly

@@ -11,7 +11,7 @@ from command import expect_error, run_foretell, tiny_target
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.load.checkpoint import embedding_and_head_of
-from foretell.speculator.checkpoint import read_config
+from foretell.speculator.config_file import read_config
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.exits import Exits, ExitsConfig, block_config
 from foretell.train.data.dataset import Document

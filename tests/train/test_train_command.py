@@ -20,7 +20,7 @@ from training_helpers import PROCESSES, answers, shared, target
 
 from command import ENVIRONMENT, expect_error, run_foretell, save_tiny_model, tiny_target
 from foretell.cli.train import LogCallback, ProgressBarCallback
-from foretell.speculator.checkpoint import read_config
+from foretell.speculator.config_file import read_config
 from foretell.train.loop import job
 from foretell.train.loop.curve import StepMetrics
 from foretell.train.loop.measure import Measurement

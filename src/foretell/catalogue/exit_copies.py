@@ -10,11 +10,12 @@ from foretell.draft import DraftModel
 from foretell.draft.early_exit import EarlyExitDrafter
 from foretell.draft.exit_heads import ExitHeads
 from foretell.model import kernels as native
-from foretell.model.block.decoder import Decoder, DecoderBlock
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.reduced_vocabulary import ReducedVocabulary
+from foretell.model.run.vocabulary import ReducedVocabulary
 from foretell.speculator.network.pack import DraftPrecision, pack_decoder
 
 ExitWeights = Literal["target", "int8", "int4"]

@@ -14,16 +14,19 @@ from foretell.catalogue.options.feature_level import (
 )
 from foretell.catalogue.speculators import trained_speculator
 from foretell.draft import (
+    AssistantDrafter,
     DFlashDrafter,
     EagleDrafter,
     MLPSpeculatorDrafter,
     MTPDrafter,
+    MTPModulesDrafter,
     PardDrafter,
     PEagleDrafter,
     Predictor,
     ReDrafterDrafter,
 )
 from foretell.engine.method import AnyMethod, Method
+from foretell.model.load.assistant import is_assistant, load_assistant
 from foretell.shape import BeamSearch, Chain, DynamicTree, FixedTree, Shape, optimal_tree
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import EagleNetwork
@@ -77,16 +80,19 @@ def eagle3(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
 
 
 def mtp(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
-    """The checkpoint's multi-token prediction layer with a dynamic tree.
+    """The checkpoint's multi-token prediction layer, or an assistant, with a dynamic tree.
 
     Raises:
-        ValueError: there is no such layer.
+        ValueError: there is neither.
     """
     network = require_network(context, "drafts with the checkpoint's multi-token prediction layer")
+    if context.speculator is not None and is_assistant(context.speculator):
+        return feature_method(AssistantDrafter(load_assistant(context.speculator, network)), options)
     if context.checkpoint is None:
         raise ValueError("mtp drafts with a layer of the target's checkpoint, which cannot be read again here")
     layer = context.checkpoint.mtp_layer(network, context.speculator)
-    return feature_method(MTPDrafter(layer, window=options.prompt_window), options)
+    drafter = MTPDrafter if len(layer.modules) == 1 else MTPModulesDrafter
+    return feature_method(drafter(layer, window=options.prompt_window), options)
 
 
 def eagle_method(network: EagleNetwork, options: EagleTreeOptions) -> AnyMethod:
@@ -94,7 +100,7 @@ def eagle_method(network: EagleNetwork, options: EagleTreeOptions) -> AnyMethod:
     return feature_method(EagleDrafter(network, window=options.prompt_window), options)
 
 
-def feature_method(drafter: EagleDrafter, options: EagleTreeOptions) -> AnyMethod:
+def feature_method(drafter: EagleDrafter | AssistantDrafter, options: EagleTreeOptions) -> AnyMethod:
     """A dynamic tree with matching; sampled drafts form a fixed tree or a chain with rejection sampling."""
     nodes, draw = options.num_draft_tokens, options.draft_sample_method == "probabilistic"
     given = options.is_set("num_draft_tokens")
@@ -175,7 +181,9 @@ def method_of_levels(
 
 
 def _method(
-    drafter: EagleDrafter | MLPSpeculatorDrafter | OnePassDrafter, shape: Shape[Predictor], accept: Acceptor
+    drafter: EagleDrafter | AssistantDrafter | MLPSpeculatorDrafter | OnePassDrafter,
+    shape: Shape[Predictor],
+    accept: Acceptor,
 ) -> AnyMethod:
     """A method that names the precision of its drafter."""
     network = None if isinstance(drafter, PardDrafter) else drafter.network
@@ -265,16 +273,16 @@ ENTRIES = (
     _entry(
         name="mtp",
         description=(
-            "The multi-token prediction layer of the target's own checkpoint (Qwen3-Next, Qwen3.5, DeepSeek-V3, GLM-4 "
-            "MoE) drafts from its last hidden state; a dynamic tree is verified."
+            "The multi-token prediction layers of the target's own checkpoint (Qwen3-Next, Qwen3.5, DeepSeek-V3, GLM-4 "
+            "MoE), or Gemma 4's assistant, draft from its last hidden state; a dynamic tree is verified."
         ),
         when_to_use="where the checkpoint has such a layer: it was trained with the model.",
         papers=(Paper("DeepSeek-V3 Technical Report", "2412.19437"),),
         drafter=MTPDrafter,
         builder=mtp,
         options=EagleTreeOptions,
-        needs="a checkpoint with such a layer",
-        aliases=("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp"),
+        needs="a checkpoint with such a layer, or an assistant",
+        aliases=("deepseek_mtp", "gemma4_mtp", "glm4_moe_mtp", "qwen3_next_mtp"),
     ),
     _entry(
         name="mlp_speculator",

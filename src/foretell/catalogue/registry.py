@@ -25,10 +25,8 @@ from foretell.catalogue.entry import Entry
 from foretell.draft import NoDrafter
 from foretell.engine.method import AnyMethod, Method
 from foretell.shape import RootOnly
-from foretell.utils.names import unknown
+from foretell.utils.names import METHODS, unknown
 
-ENTRY_POINTS = "foretell.methods"
-"""Group of the entry points by which other packages add methods; each names an `Entry`."""
 DEFAULT_METHOD = "auto"
 """What the command line and the server decode with where no method is named."""
 
@@ -70,7 +68,7 @@ class InstalledMethods:
 def installed_methods() -> InstalledMethods:
     """Load the entry points of the group `foretell.methods`. A broken package does not affect the others."""
     entries, problems = list[Entry](), list[str]()
-    for point in entry_points(group=ENTRY_POINTS):
+    for point in entry_points(group=METHODS):
         try:
             entry = point.load()
             if not isinstance(entry, Entry):

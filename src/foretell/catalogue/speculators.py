@@ -8,7 +8,7 @@ from foretell.draft import DraftModel, MixtureDrafter, Predictor
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.run.runner import Runner
-from foretell.speculator.checkpoint import read_config
+from foretell.speculator.config_file import read_config
 from foretell.speculator.installed import find_installed, install_hint
 from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import Speculator, TargetInfo

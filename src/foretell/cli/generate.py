@@ -1,5 +1,6 @@
 """`foretell generate`: one answer that streams, or a file of prompts answered together."""
 
+import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -93,11 +94,13 @@ def generate(
 
         foretell generate "What are the benefits of regular sleep?" --plan skeleton
     """
+    gc.disable()  # The collector would visit the objects of torch again and again while it is imported.
     from foretell.cli.prompts import PromptDefaults
     from foretell.cli.setup import load_models, parse_method, read_text
     from foretell.load import TargetOptions
     from foretell.plan import parse_plan
 
+    gc.enable()
     _refuse_unused(ctx, one_prompt=prompts is None)
     if rows < 1:
         raise ValueError(f"--rows must be at least 1, found {rows}")

@@ -1,13 +1,22 @@
-"""`foretell methods`: the catalogue of methods as a table, or one method explained."""
+"""`foretell methods`: the catalogue of methods as a table, or one method explained.
+
+`methods.json` says what the catalogue does of its own methods, since importing that takes seconds, most of them torch;
+`python tools/documents.py --write` writes it.
+"""
 
 import json
 import sys
 import textwrap
 from collections.abc import Iterable
+from importlib.metadata import entry_points
 from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace as Record
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from foretell.utils.names import METHODS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -16,6 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
+FILE = Path(__file__).with_name("methods.json")
 COLUMNS = (
     "method", "family", "draft", "tree", "accepts by", "lossless", "same seed", "needs", "training", "paper",
 )  # fmt: skip
@@ -40,17 +50,15 @@ def methods(
     """
     from rich.console import Console
 
-    from foretell.catalogue import catalogue, find, installed_methods
     from foretell.cli.errors import print_error
     from foretell.speculator.installed import find_all_installed
 
     if as_json and markdown:
         raise ValueError("--json and --markdown are two formats; give one of them")
-    entry = None if name is None else find(name)
-    entries = list(catalogue().values())
+    entries, problems = _all_methods()
+    entry = None if name is None else _find(name, entries)
     if as_json:
-        shown = [entry_record(e) for e in entries] if entry is None else entry_record(entry)
-        typer.echo(json.dumps(shown, indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(entries if entry is None else entry, indent=1, ensure_ascii=False, default=vars))
     elif markdown:
         typer.echo("\n".join(markdown_table(entries) if entry is None else markdown_section(entry)))
     else:
@@ -59,42 +67,70 @@ def methods(
             console.print(method_details(entry), width=min(_TEXT_WIDTH, console.width))
         else:
             console.print(wide_table(entries) if console.width >= _WIDE else narrow_list(entries))
-    for problem in (*installed_methods().problems, *find_all_installed().problems):
+    for problem in (*problems, *find_all_installed().problems):
         print_error(problem)
 
 
-def entry_record(entry: "Entry") -> dict[str, object]:
-    """A method as `--json` prints it."""
-    return {
-        "name": entry.name,
-        "family": entry.family,
-        "description": entry.description,
-        "when_to_use": entry.when_to_use,
-        "draft": entry.draft,
-        "tree": entry.tree,
-        "accept": entry.accept,
-        "lossless": entry.lossless,
-        "same_seed": entry.same_seed,
-        "needs": entry.needs,
-        "speculator": entry.speculator or None,
-        "ships_for": ships_for(entry),
-        "training": entry.training,
-        "papers": [{"title": p.title, "arxiv": p.arxiv or None} for p in entry.papers],
-        "aliases": list(entry.aliases),
-        "options": [
-            {
-                "name": o.name,
-                "aliases": list(o.aliases),
-                "type": o.type,
-                "default": o.default,
-                "description": o.description,
-            }
-            for o in entry.option_list()
-        ],
-    }
+def _all_methods() -> tuple[list[Record], tuple[str, ...]]:
+    """Records of all methods, and what is wrong with those of other packages. Where there are none of these, the
+    catalogue is not imported.
+    """
+    if not entry_points(group=METHODS):
+        records = json.loads(FILE.read_text("utf-8"), object_hook=lambda values: Record(**values))
+        return [with_packages(record) for record in records], ()
+    from foretell.catalogue import catalogue, installed_methods
+
+    return [with_packages(record_of(e)) for e in catalogue().values()], installed_methods().problems
 
 
-def table_row(entry: "Entry") -> tuple[str, ...]:
+def _find(name: str, entries: Iterable[Record]) -> Record:
+    """The method of this name or alias.
+
+    Raises:
+        ValueError: as `foretell.catalogue.find`.
+    """
+    named = {e.name: e for e in entries}
+    by_alias = {alias: e for e in named.values() for alias in e.aliases}
+    entry = named.get(name) or by_alias.get(name)
+    if entry is None:
+        from foretell.catalogue import find
+
+        return named[find(name).name]
+    return entry
+
+
+def record_of(entry: "Entry") -> Record:
+    """A method as `methods.json` holds it, and as `--json` prints it."""
+    return Record(
+        name=entry.name,
+        family=entry.family,
+        description=entry.description,
+        when_to_use=entry.when_to_use,
+        draft=entry.draft,
+        tree=entry.tree,
+        accept=entry.accept,
+        lossless=entry.lossless,
+        same_seed=entry.same_seed,
+        needs=entry.needs,
+        speculator=entry.speculator or None,
+        ships_for=[],
+        training=entry.training,
+        papers=[Record(title=p.title, arxiv=p.arxiv or None) for p in entry.papers],
+        aliases=entry.aliases,
+        options=entry.option_list(),
+    )
+
+
+def with_packages(record: Record) -> Record:
+    """The record with the targets that a speculator of the method's kind is installed for."""
+    from foretell.speculator.installed import find_all_installed
+
+    ready = [s.target for s in find_all_installed().speculators if s.kind == record.speculator]
+    record.ships_for = list(dict.fromkeys(ready))
+    return record
+
+
+def table_row(entry: Record) -> tuple[str, ...]:
     """The cells of a method's row in the order of `COLUMNS`."""
     return (
         entry.name,
@@ -110,33 +146,26 @@ def table_row(entry: "Entry") -> tuple[str, ...]:
     )
 
 
-def ships_for(entry: "Entry") -> list[str]:
-    """The targets for which a speculator of the method's kind is installed."""
-    from foretell.speculator.installed import find_all_installed
-
-    return list(dict.fromkeys(s.target for s in find_all_installed().speculators if s.kind == entry.speculator))
-
-
-def _needs(entry: "Entry") -> str:
+def _needs(entry: Record) -> str:
     if not entry.speculator:
         return entry.needs or "-"
-    ready = ships_for(entry)
+    ready = entry.ships_for
     return f"speculator (ships for {', '.join(ready)})" if ready else "speculator (train one)"
 
 
-def _guarantee(entry: "Entry") -> str:
+def _guarantee(entry: Record) -> str:
     if not entry.lossless:
         return "LOSSY"
     return "lossless, same text for a seed" if entry.same_seed else "lossless, same distribution"
 
 
-def markdown_table(entries: "Iterable[Entry]") -> list[str]:
+def markdown_table(entries: Iterable[Record]) -> list[str]:
     """The table of methods in README.md."""
     rows = [COLUMNS, ("---",) * len(COLUMNS), *((f"`{c[0]}`", *c[1:]) for c in map(table_row, entries))]
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
-def markdown_section(entry: "Entry") -> list[str]:
+def markdown_section(entry: Record) -> list[str]:
     """The generated part of one method's section in docs/methods.md."""
     papers = "; ".join(
         f"*{p.title}*" + (f", [arXiv {p.arxiv}](https://arxiv.org/abs/{p.arxiv})" if p.arxiv else "")
@@ -153,7 +182,7 @@ def markdown_section(entry: "Entry") -> list[str]:
         "",
     ]
     lines = [line for fact in facts for line in _wrapped(fact)]
-    options = entry.option_list()
+    options = entry.options
     if not options:
         return [*lines, "It has no options."]
     rows = (
@@ -171,10 +200,10 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _default(value: object) -> str:
-    return "unset" if value is None else json.dumps(value).strip('"')
+    return "unset" if value is None else json.dumps(value, default=vars).strip('"')
 
 
-def wide_table(entries: "Iterable[Entry]") -> "RenderableType":
+def wide_table(entries: Iterable[Record]) -> "RenderableType":
     """The table for a wide terminal."""
     from rich.table import Table
 
@@ -186,12 +215,12 @@ def wide_table(entries: "Iterable[Entry]") -> "RenderableType":
     return out
 
 
-def narrow_list(entries: "Iterable[Entry]") -> "RenderableType":
+def narrow_list(entries: Iterable[Record]) -> "RenderableType":
     """The list for a narrow terminal: a heading per family, two lines per method."""
     from rich.console import Group
     from rich.text import Text
 
-    def paragraph(entry: "Entry") -> Text:
+    def paragraph(entry: Record) -> Text:
         name, _, draft, tree, accept, *_, needs, training, paper = table_row(entry)
         text = Text(name, style="bold" if entry.lossless else "bold red")
         text.append(f"  {draft} × {tree} × {accept}\n", style="not bold")
@@ -206,7 +235,7 @@ def narrow_list(entries: "Iterable[Entry]") -> "RenderableType":
     return Group(*(t for family, some in groups for t in (Text(family, style="underline"), *map(paragraph, some))))
 
 
-def method_details(entry: "Entry") -> "RenderableType":
+def method_details(entry: Record) -> "RenderableType":
     """One method for the terminal."""
     from rich.console import Group
     from rich.padding import Padding
@@ -227,7 +256,7 @@ def method_details(entry: "Entry") -> "RenderableType":
         if value != "-":
             grid.add_row(Text(key, style="dim"), Text(value))
     out: list[RenderableType] = [title, Text(entry.description), grid]
-    for option in entry.option_list():
+    for option in entry.options:
         head = Text.assemble((option.name, "bold"), f" = {_default(option.default)}", (f"  {option.type}", "dim"))
         aliases = f" Other names: {', '.join(option.aliases)}." if option.aliases else ""
         out += [head, Padding(Text(option.description + aliases), (0, 0, 0, 4))]

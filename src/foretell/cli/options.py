@@ -179,6 +179,22 @@ KvCacheDtype = Annotated[
         "int2-kivi (4 and 2 bits in groups of 32 tokens, the last 128 tokens whole).",
     ),
 ]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel",
+        metavar="N",
+        min=1,
+        help="Share every layer among N processes that torchrun started with this command (see "
+        "docs/howto/scale-out.md).",
+    ),
+]
+PipelineParallel = Annotated[
+    int,
+    typer.Option(
+        "--pipeline-parallel", metavar="N", min=1, help="The same with N parts of the list of layers, for memory."
+    ),
+]
 
 Parameters = Mapping[str, Any]
 """The generation parameters of a command line by their names; see `with_parameters`."""
@@ -201,6 +217,8 @@ _TARGET: Mapping[str, tuple[Any, Any]] = {
     "kv_cache_dtype": (KvCacheDtype, "auto"),
     "kv_cache_policy": (KvCachePolicy, None),
     "sparsity": (Sparsity, None),
+    "tensor_parallel": (TensorParallel, 1),
+    "pipeline_parallel": (PipelineParallel, 1),
 }
 """Type and default of the options that are fields of `foretell.load.TargetOptions`, by their names."""
 _LOSSY_TARGET = ("kv_cache_policy", "sparsity")

@@ -26,6 +26,8 @@ def kept_pass_times(model: Model, device: str) -> PassTimes:
 
     machine = processor_name() if device == "cpu" else torch.cuda.get_device_name()
     identity = f"{model.config} {model.precision} {machine} {device} {torch.get_num_threads()}"
+    if torch.distributed.is_initialized():
+        identity += f" {torch.distributed.get_world_size()} processes"
     digest, folder = hashlib.sha256(identity.encode()).hexdigest()[:16], cache_folder()
     file = folder / f"{digest}.times.json" if cache_limit(folder) else None
     return PassTimes(None, expected_pass(model) if device == "cpu" else None, file, digest)

@@ -35,7 +35,9 @@ class ServePlan:
             ValueError: the address cannot be used, or the model cannot be loaded.
         """
         log_as_json()
-        if self.replicas is None:
+        if not self.served.target_options.split.leads:
+            self.served.load()  # Runs its part of the model, and ends with the process that listens.
+        elif self.replicas is None:
             self._run_here()
         else:
             self._run_replicas(self.replicas)

@@ -22,7 +22,7 @@ from foretell.distributions.sampler import (
     sample,
 )
 from foretell.model.run.topk import argmax
-from foretell.model.triton import has_triton
+from foretell.model.triton import has_triton, run
 from foretell.utils.transfer import to_device, to_host
 
 Node = tuple[int, int]
@@ -162,9 +162,7 @@ class ProcessedDistributions:
             return list(test_drafts(weights, at, q, tensors)[:2])
         from foretell.model.triton import acceptance
 
-        launch, tests = acceptance.test_drafts(weights, at, q, tensors)
-        launch.run()
-        return list(tests[:2])
+        return list(run(acceptance.test_drafts(weights, at, q, tensors))[:2])
 
     def tested(self, row: int, node: int) -> tuple[int, int] | None:
         """Which of the sampled children of a node is accepted, by its number (-1: none), and the token after the node;

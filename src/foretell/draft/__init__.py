@@ -1,5 +1,6 @@
 """Drafters: they propose the next tokens. One file per drafter."""
 
+from foretell.draft.assistant import AssistantDrafter
 from foretell.draft.base import Continuation, Drafter, NoDrafter, Predictor, Retriever
 from foretell.draft.cascade import CascadeDrafter
 from foretell.draft.combined import CombinedRetriever
@@ -16,6 +17,7 @@ from foretell.draft.lookahead import LookaheadDrafter
 from foretell.draft.masked_diffusion import MaskedDiffusionDrafter
 from foretell.draft.mixture import MixtureDrafter
 from foretell.draft.mlp_speculator import MLPSpeculatorDrafter, ReDrafterDrafter
+from foretell.draft.mtp_modules import MTPModulesDrafter
 from foretell.draft.online import OnlineDrafter
 from foretell.draft.p_eagle import PEagleDrafter
 from foretell.draft.parallel_sampling import ParallelDrafter
@@ -29,6 +31,7 @@ from foretell.draft.sparse_target import SparseTargetDrafter
 from foretell.draft.suffix import SuffixRetriever
 
 __all__ = [
+    "AssistantDrafter",
     "CascadeDrafter",
     "CombinedRetriever",
     "Continuation",
@@ -45,6 +48,7 @@ __all__ = [
     "LookaheadDrafter",
     "MLPSpeculatorDrafter",
     "MTPDrafter",
+    "MTPModulesDrafter",
     "MaskedDiffusionDrafter",
     "MixtureDrafter",
     "NoDrafter",

@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,7 +19,6 @@ from foretell.distributions.coupling import add_noise
 from foretell.model.kernels import NodeLimits
 from foretell.model.run.runner import Runner
 from foretell.model.run.topk import top_probabilities
-from foretell.speculator.network.base import Speculator
 from foretell.utils.transfer import to_host
 
 _ROLE = re.compile("(Drafter|Retriever)$")
@@ -128,12 +127,10 @@ def with_hidden_layers(step: StepResult, available_layers: Sequence[int], hidden
 
 
 class NoDrafter(Drafter):
-    """Drafts nothing: plain decoding; with `drafts_forced`, only the tokens that constraints leave next."""
+    """Drafts nothing: plain decoding."""
 
     label = "nothing"
-
-    def __init__(self, drafts_forced: bool = False) -> None:
-        self.drafts_forced = drafts_forced
+    drafts_forced = False
 
     def bind(self, engine: BindingEngine) -> bool:
         """Do nothing: without state, any number of engines may share it."""
@@ -266,10 +263,24 @@ class Predictor(Drafter):
         """
 
 
+class RootStateNetwork(Protocol):
+    """What such a drafter needs of its network."""
+
+    token_of: torch.Tensor | None
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def target_vocab(self) -> int: ...  # noqa: D102
+    def to_target_vocab(self, logits: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
+
+
 class RootStatePredictor(Predictor):
     """A predictor that drafts from the target's hidden state at the root only; it needs no earlier states."""
 
-    def __init__(self, network: Speculator) -> None:
+    network: RootStateNetwork
+
+    def __init__(self, network: RootStateNetwork) -> None:
         self.network, self.hidden_layers = network, network.hidden_layers
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
         self._root_states = WeakKeyDictionary[TokenBuffer, tuple[int, torch.Tensor]]()
@@ -288,7 +299,7 @@ class RootStatePredictor(Predictor):
         """
 
     def _no_logits(self) -> Float[torch.Tensor, "0 w"]:
-        return torch.zeros(0, self.network.target_info.vocab if self._token_of is None else len(self._token_of))
+        return torch.zeros(0, self.network.target_vocab if self._token_of is None else len(self._token_of))
 
     def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits over the target's vocabulary after the frontier."""

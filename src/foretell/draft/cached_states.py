@@ -5,18 +5,23 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
 from jaxtyping import Int
 
 from foretell.core.context import Context, StepResult, StepState, TokenBuffer
+from foretell.core.tree import TokenTree, TreeBounds, TreeSizes, tree_from_scores
+from foretell.distributions.coupling import kernel_noise
 from foretell.draft.base import Predictor
 from foretell.draft.target_states import ObservedStep, PrefixState, TargetStates, concatenate_states
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
+from foretell.model.kernels import DynamicTrees
 
+Tokens: TypeAlias = Int[np.ndarray, " t"]
+Roots: TypeAlias = Int[np.ndarray, " b"]
 _HELD_STEPS, _HELD_POSITIONS = 256, 8192
 """Last steps and positions whose states are held for requests that are not drafted for; a request begins with what is
 left of its own when it is.
@@ -164,13 +169,17 @@ class CachedStatesPredictor(Predictor):
         self._prefixes.pop(row, None)
         self._cache.truncate(row, 0)
 
+    def _can_truncate(self, row: int, known: PrefixState, length: int) -> bool:
+        """Whether what is known of a row can be cut to this position."""
+        return known.start <= length <= known.end
+
     def rewind(self, row: int, length: int) -> int:
         """Keep the positions of the shared tokens, if all from some position on are known; otherwise begin after
         them.
         """
         self._add_all(row)
         known = self._prefixes.get(row)
-        if known is None or not known.start <= length <= known.end:
+        if known is None or not self._can_truncate(row, known, length):
             return self._begin_after(row, length)
         known.truncate(length)
         self._cache.truncate(row, known.length)
@@ -183,7 +192,7 @@ class CachedStatesPredictor(Predictor):
         self._add_all(row)
         first = 0 if self._window is None else max(0, prompt_length - self._window)
         known = self._prefixes.get(row)
-        serves = known is not None and known.start == first and first <= length <= known.end
+        serves = known is not None and known.start == first and self._can_truncate(row, known, length)
         return None if serves else min(first, length)
 
     def _begin_after(self, row: int, length: int) -> int:
@@ -201,7 +210,7 @@ class CachedStatesPredictor(Predictor):
         self._add_all(source)
         self.release(target)
         known = self._prefixes.get(source)
-        if known is None or not known.start <= length <= known.end:
+        if known is None or not self._can_truncate(source, known, length):
             return self._begin_after(target, length)
         copied = self._prefixes[target] = replace(known)
         copied.truncate(length)
@@ -228,6 +237,31 @@ class CachedStatesPredictor(Predictor):
         token = [t.tokens[f + 1 : f + 1 + n] for t, f, n in zip(texts, first, counts, strict=True)]
         states = concatenate_states([self._prefixes[row].next(count) for row, count in zip(rows, counts, strict=True)])
         return token[0] if len(token) == 1 else np.concatenate(token), states
+
+    def _grow(self, context: Context, sizes: TreeSizes, bounds: TreeBounds, slots: int) -> TokenTree | None:
+        """Dynamic trees in one call of the CPU kernels; None: nothing is drafted. `slots`: further ones that the drafts
+        of a request take in the cache.
+        """
+        which = np.flatnonzero(context.max_depth).tolist()
+        if not which:
+            return None
+        rows, part = [context.rows[i] for i in which], context.select(which)
+        counts = self._count_pending(rows, context)
+        token, states = self._pending(rows, part.sequences, counts)
+        length = [self._prefixes[row].count for row in rows]
+        self._cache.reserve(rows, [n + slots for n in length])
+        trees = DynamicTrees(part.max_depth, sizes, bounds, rows, length, kernel_noise(part, sizes[0]))
+        floats = tuple(h if h.dtype == torch.float32 else h.float() for h in states.hidden_states)
+        self._grow_native(token, np.array(part.last_tokens), TargetStates(floats, states.place), counts, trees)
+        return tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
+
+    @abstractmethod
+    def _grow_native(
+        self, token: Tokens, root: Roots, states: TargetStates, counts: Sequence[int], trees: DynamicTrees
+    ) -> None:
+        """Read the pending positions of some requests, `counts` of them, whose tokens are these, and grow trees below
+        the roots.
+        """
 
     def _reserve_pending(self, rows: Sequence[int], counts: Sequence[int]) -> Layout:
         """The layout of the next positions of some rows, for which the cache has room then."""

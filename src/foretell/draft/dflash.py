@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import TokenBuffer
-from foretell.draft.cached_states import layout_of
-from foretell.draft.parallel_block import BlockPredictor, Roots, Tokens
+from foretell.draft.cached_states import Roots, Tokens, layout_of
+from foretell.draft.parallel_block import BlockPredictor
 from foretell.draft.target_states import TargetStates
 from foretell.model.cache.layout import Layout
 from foretell.model.kernels import DynamicTrees

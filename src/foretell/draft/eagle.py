@@ -9,10 +9,9 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context, TokenBuffer
 from foretell.core.noise import LevelNoise
-from foretell.core.tree import TokenTree, TreeBounds, TreeSizes, tree_from_scores
-from foretell.distributions.coupling import kernel_noise
+from foretell.core.tree import TokenTree, TreeBounds, TreeSizes
 from foretell.draft.base import Frontier, NodeLogits, TopTokens, top_tokens
-from foretell.draft.cached_states import CachedStatesPredictor, layout_of
+from foretell.draft.cached_states import CachedStatesPredictor, Roots, Tokens, layout_of
 from foretell.draft.target_states import TargetStates
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
@@ -68,19 +67,14 @@ class EagleDrafter(CachedStatesPredictor):
 
     def grow_dynamic_tree(self, context: Context, sizes: TreeSizes, bounds: TreeBounds) -> TokenTree | None:
         """Dynamic trees in one call of the CPU kernels, where these run the network."""
-        which = [i for i, depth in enumerate(context.max_depth.tolist()) if depth]
-        if self.network.native is None or not which:
-            return None
-        rows = [context.rows[i] for i in which]
-        counts = self._count_pending(rows, context)
-        token, states = self._pending(rows, [context.sequences[i] for i in which], counts)
-        length = [self._prefixes[row].count for row in rows]
-        self._cache.reserve(rows, [n + sizes[0] * sizes[1] for n in length])
-        part = context.select(which)
-        trees = DynamicTrees(part.max_depth, sizes, bounds, rows, length, kernel_noise(part, sizes[0]))
-        hidden_states = [h if h.dtype == torch.float32 else h.float() for h in states.hidden_states]
-        self.network.native.grow_dynamic_trees(token, hidden_states, states.place, counts, trees, self._cache)
-        return tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
+        native = self.network.native is not None
+        return self._grow(context, sizes, bounds, sizes[0] * sizes[1]) if native else None
+
+    def _grow_native(
+        self, token: Tokens, root: Roots, states: TargetStates, counts: Sequence[int], trees: DynamicTrees
+    ) -> None:
+        assert self.network.native is not None
+        self.network.native.grow_dynamic_trees(token, *states, counts, trees, self._cache)
 
     def _outputs(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Outputs of the layers at the frontier."""

@@ -11,7 +11,8 @@ from foretell.core.context import Context, StepResult, StepState
 from foretell.core.tree import TokenTree
 from foretell.draft.cached_states import layout_of
 from foretell.draft.target_states import TargetStates, concatenate_states
-from foretell.model.block.decoder import BlockRange, Decoder, DecoderBlock
+from foretell.model.block.decoder import BlockRange, Decoder
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.cache.base import LayeredCache
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Real
 
-from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.kernels import rms_norm
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.network import Network

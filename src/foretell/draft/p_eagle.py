@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Int
 
 from foretell.core.context import TokenBuffer
+from foretell.draft.cached_states import Roots, Tokens
 from foretell.draft.eagle import store_states
-from foretell.draft.parallel_block import BlockPredictor, Roots, Tokens
+from foretell.draft.parallel_block import BlockPredictor
 from foretell.draft.target_states import TargetStates
 from foretell.model.kernels import DynamicTrees
 from foretell.speculator.network.corrections import Blocks

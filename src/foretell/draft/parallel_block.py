@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -10,18 +9,12 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context, TokenBuffer
 from foretell.core.noise import LevelNoise
-from foretell.core.tree import TokenTree, TreeBounds, TreeSizes, tree_from_scores
-from foretell.distributions.coupling import kernel_noise
+from foretell.core.tree import TokenTree, TreeBounds, TreeSizes
 from foretell.draft.base import Frontier, NodeLogits, TopTokens, top_tokens
 from foretell.draft.cached_states import CachedStatesPredictor
-from foretell.draft.target_states import TargetStates
-from foretell.model.kernels import DynamicTrees
 from foretell.speculator.network.corrections import Blocks, Nodes
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.p_eagle import PEagle
-
-Tokens: TypeAlias = Int[np.ndarray, " t"]
-Roots: TypeAlias = Int[np.ndarray, " b"]
 
 
 class BlockPredictor(CachedStatesPredictor):
@@ -48,30 +41,9 @@ class BlockPredictor(CachedStatesPredictor):
 
     def grow_dynamic_tree(self, context: Context, sizes: TreeSizes, bounds: TreeBounds) -> TokenTree | None:
         """Dynamic trees in one call of the CPU kernels, where these run the network."""
-        which = np.flatnonzero(context.max_depth).tolist()
-        if self.network.native is None or not which:
+        if self.network.native is None:
             return None
-        rows = [context.rows[i] for i in which]
-        counts = self._count_pending(rows, context)
-        token, states = self._pending(rows, [context.sequences[i] for i in which], counts)
-        length = [self._prefixes[row].count for row in rows]
-        self._cache.reserve(rows, [n + self.network.slots for n in length])
-        sizes = min(sizes[0], self.network.depth), *sizes[1:]
-        noise = kernel_noise(context.select(which), sizes[0])
-        trees = DynamicTrees(context.max_depth[which], sizes, bounds, rows, length, noise)
-        read = TargetStates(
-            tuple(h if h.dtype == torch.float32 else h.float() for h in states.hidden_states), states.place
-        )
-        self._grow_native(token, np.array([context.last_tokens[i] for i in which]), read, counts, trees)
-        return tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
-
-    @abstractmethod
-    def _grow_native(
-        self, token: Tokens, root: Roots, states: TargetStates, counts: Sequence[int], trees: DynamicTrees
-    ) -> None:
-        """Read the pending positions of some requests, `counts` of them, whose tokens are these, and grow trees below
-        the roots.
-        """
+        return self._grow(context, (min(sizes[0], self.network.depth), *sizes[1:]), bounds, self.network.slots)
 
     @torch.inference_mode()
     def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:

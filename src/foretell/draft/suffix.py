@@ -86,13 +86,12 @@ class SuffixRetriever(Retriever):
         shortest: int = 1,
         copy: int = 24,
         bias: int = 2,
-        separator: int = -1,
     ) -> None:
         if shortest < 1 or copy < 1:
             raise ValueError(f"suffix matching needs shortest and copy of at least 1, found {shortest} and {copy}")
         self.shortest, self.copy, self.bias = shortest, copy, bias
         # Negative ids occur in no sequence: no match or continuation crosses a document's end.
-        self._static = SuffixAutomaton(t for r in references for t in (*r, separator))
+        self._static = SuffixAutomaton(t for r in references for t in (*r, -1))
         self._own: dict[int, SuffixAutomaton] = {}
         self._matches: dict[int, tuple[_Match, _Match]] = {}
         self._estimators: dict[int, AcceptanceEstimator] = {}

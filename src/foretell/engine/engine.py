@@ -25,7 +25,7 @@ from foretell.engine.step import VerifiedPass, commit, context_of, make_update, 
 from foretell.engine.step_costs import StepLoad
 from foretell.engine.tuning import NEAR_STEPS
 from foretell.model.cache.block_table import OutOfBlocksError
-from foretell.model.run.runner import Adapts, LimitsCache, Runner, free_tokens, offered, required
+from foretell.model.run.runner import Adapts, LimitsCache, ReadsImages, Runner, free_tokens, offered, required
 from foretell.shape.base import RootOnly
 from foretell.tokenizer.stream import Detokenizer
 from foretell.utils.inference import in_inference_mode
@@ -104,6 +104,8 @@ class Engine:
         adapts = offered(self.runner, Adapts)
         if request.adapter and (adapts is None or request.adapter not in adapts.adapters):
             raise unknown("adapter", request.adapter, () if adapts is None else adapts.adapters)
+        if request.images is not None:
+            required(self.runner, ReadsImages, "the prompt has images")
         if request.stop and self._detokenizer is None:
             raise ValueError("stop strings need a tokenizer: this engine works on tokens only")
         method = self._bind(_PLAIN if request.max_drafts == 0 else request.method or self.method)
@@ -130,7 +132,8 @@ class Engine:
         tokens, numbers = source.sequence.tokens.tolist(), list[int]()
         try:
             for request in requests:
-                numbers.append(self.submit(replace(request, prompt=[*tokens, *request.prompt])))
+                prompt = [*tokens, *request.prompt]
+                numbers.append(self.submit(replace(request, prompt=prompt, images=source.request.images)))
         except ValueError:
             for submitted in numbers:
                 self.cancel(submitted)

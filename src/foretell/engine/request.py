@@ -14,6 +14,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.engine.provenance import PassDrafts
 from foretell.engine.repetition import RepetitionDetection
 from foretell.engine.statistics import RequestStatistics
+from foretell.model.run.runner import PromptImages
 
 T = TypeVar("T", contravariant=True)
 
@@ -67,11 +68,14 @@ class Request:
     """Tokens that the answer is expected to resemble: drafted beside those of a lossless method (OpenAI's
     `prediction`).
     """
+    images: PromptImages | None = None
+    """What the target reads at the places of images in the prompt; None: tokens alone."""
 
     @property
     def prefix_salt(self) -> str:
         """Requests share cached prefixes only with those of the same."""
-        return f"{self.adapter}\0{self.cache_salt}" if self.adapter else self.cache_salt
+        images = "" if self.images is None else self.images.digest
+        return "\0".join((self.adapter, images, self.cache_salt)) if self.adapter or images else self.cache_salt
 
     @cached_property
     def ending_tokens(self) -> frozenset[int]:
@@ -233,6 +237,9 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
 
 
 def _validate_serving(request: Request) -> None:
+    images = request.images
+    if images is not None and not (isinstance(images, PromptImages) and images.positions[-1] < len(request.prompt)):
+        raise ValueError("images must be a PromptImages of places in the prompt; Model.with_images makes one")
     if not isinstance(request.repetition_detection, RepetitionDetection | None):
         kind = type(request.repetition_detection).__name__
         raise ValueError(f"repetition_detection must be a RepetitionDetection, found {kind}")

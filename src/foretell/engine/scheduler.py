@@ -7,7 +7,7 @@ from foretell.engine.logprobs import TokenLogprobs
 from foretell.engine.prompt_chunks import PromptChunks
 from foretell.engine.rows import RowPool
 from foretell.engine.statistics import StepTime
-from foretell.model.run.runner import Adapts, Runner, free_tokens, offered
+from foretell.model.run.runner import Adapts, ReadsImages, Runner, free_tokens, offered
 
 _ROOM_FOR_DRAFTS = 128
 """Tokens of the cache that a request needs beside those of its sequence: about a tree."""
@@ -24,7 +24,8 @@ class Scheduler:
 
     def __init__(self, runner: Runner, rows: RowPool, chunks: PromptChunks, clock: Callable[[], float]) -> None:
         self.rows, self.chunks = rows, chunks
-        self._runner, self._clock, self._adapts = runner, clock, offered(runner, Adapts)
+        self._runner, self._clock = runner, clock
+        self._adapts, self._images = offered(runner, Adapts), offered(runner, ReadsImages)
         self.waiting = dict[int, LiveRequest]()
         """By number."""
         self.running: list[LiveRequest] = []
@@ -120,6 +121,8 @@ class Scheduler:
             row, cached = self.rows.allocate(r.sequence, r.method, r.request.prefix_salt, reuses)
             if self._adapts is not None:
                 self._adapts.adapt(row, r.request.adapter)
+            if self._images is not None:
+                self._images.show(row, r.request.images)
             if not self._make_room(r.sequence.length - cached + _ROOM_FOR_DRAFTS):
                 self.rows.release(row, keep=True)
                 return

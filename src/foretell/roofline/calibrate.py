@@ -28,6 +28,8 @@ PassTimer = Callable[[int, int], float]
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (16, 2048)
 CHECK_CONTEXTS = (64, 512, 2048)
+_CACHE_BYTES = 2.0
+"""Of an element of keys and values."""
 ROUNDS = 2
 """Rounds of timing each probe model."""
 MAX_SPREAD = 0.1
@@ -137,10 +139,8 @@ def cost_terms(config: ModelConfig, tokens: int, context: int) -> CostTerms:
     return CostTerms(count, weights, attention, cache, logits)
 
 
-def fit_costs(timings: Sequence[PassTiming], cache_bytes: float = 2.0) -> CalibrationFit:
+def fit_costs(timings: Sequence[PassTiming]) -> CalibrationFit:
     """Fit the cost terms to timed passes; errors are relative, so that short passes count as much as long ones.
-
-    cache_bytes: of an element of keys and values.
 
     Raises:
         ValueError: too few samples.
@@ -151,7 +151,7 @@ def fit_costs(timings: Sequence[PassTiming], cache_bytes: float = 2.0) -> Calibr
     for i, s in enumerate(timings):
         terms = cost_terms(s.config, s.tokens, s.context)
         at = 4 + ROWS.index(s.tokens)
-        table[i, :4] = 1.0, terms.ops, terms.cache * cache_bytes, terms.logits
+        table[i, :4] = 1.0, terms.ops, terms.cache * _CACHE_BYTES, terms.logits
         table[i, at], table[i, at + len(ROWS)] = terms.weights, terms.attention
         table[i] /= s.seconds
     scale = table.max(0)
@@ -233,10 +233,9 @@ def check_predictions(
     device: Hardware,
     weight_format: NumberFormat,
     timer: PassTimer,
-    contexts: Sequence[int] = CHECK_CONTEXTS,
 ) -> list[PredictionCheck]:
     """Predicted and measured pass times of a model at 1 to 64 tokens and several contexts."""
-    sizes = [(s, n) for s in contexts for n in ROWS]
+    sizes = [(s, n) for s in CHECK_CONTEXTS for n in ROWS]
     return [
         PredictionCheck(n, s, predict_seconds(model, device, pass_workload(weight_format, n, s)), timer(n, s))
         for s, n in sizes

@@ -81,9 +81,9 @@ class GroupErrors:
     bias: float
 
 
-def compare_published(rows: Sequence[PublishedRow] | None = None) -> list[ComparedRow]:
+def compare_published() -> list[ComparedRow]:
     """Every measurement with its prediction."""
-    return [ComparedRow(row, predict_row(row)) for row in (published_rows() if rows is None else rows)]
+    return [ComparedRow(row, predict_row(row)) for row in published_rows()]
 
 
 def group_errors(compared: Sequence[ComparedRow]) -> list[GroupErrors]:

@@ -5,7 +5,7 @@ Source: https://cookbook.openai.com/articles/openai-harmony, and vLLM 0.33 where
 
 import re
 
-from foretell.serve.tools.parts import Part, ReasoningPart, TextPart
+from foretell.serve.tools.parts import PartParser, ReasoningPart, TextPart
 from foretell.serve.tools.syntax import overlap
 
 _START, _CHANNEL, _MESSAGE, _CALL = "<|start|>", "<|channel|>", "<|message|>", "<|call|>"
@@ -21,7 +21,7 @@ _NO_FUNCTIONS = ("assistant", "python", "browser", "container")
 """Recipients that are no functions of a request, and those that begin with one of them and a dot."""
 
 
-class ChannelParser:
+class ChannelParser(PartParser):
     """Splits an answer into reasoning (the channel `analysis`) and text; where the text is cut makes no difference.
 
     Calls are text in one form, whatever the model's order of recipient, channel and type was, for a parser of calls.
@@ -30,20 +30,17 @@ class ChannelParser:
     """
 
     def __init__(self, opened: bool) -> None:
+        super().__init__()
+        self._step = self._read
         self._kind: type[TextPart] | type[ReasoningPart] | None = ReasoningPart if opened else None
         """Of the parts of the message that is being read; None: a call, or what is left out."""
-        self._in_body, self._in_call, self._rest, self._last = opened, False, "", False
+        self._in_body, self._in_call = opened, False
         self._begun = set[type]()
         self._is_first = False
         """Whether nothing of the message was passed on."""
-        self._parts = list[Part]()
 
-    def feed(self, text: str, last: bool) -> list[Part]:
-        """The parts of further text; `last`: none follows."""
-        self._rest, self._last, self._parts = self._rest + text, last, []
-        while self._body() if self._in_body else self._header():
-            pass
-        return self._parts
+    def _read(self) -> bool:
+        return self._body() if self._in_body else self._header()
 
     def _header(self) -> bool:
         text = self._rest.lstrip()

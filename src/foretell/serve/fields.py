@@ -11,6 +11,7 @@ from foretell.core.sampling import CounterRNG, SamplingParams, Stream
 from foretell.core.token_rules import TokenConstraint
 from foretell.engine.repetition import RepetitionDetection
 from foretell.engine.request import Request, validate_request
+from foretell.model.run.runner import PromptImages
 from foretell.serve.errors import bad_request
 from foretell.serve.loaded import LoadedModel
 from foretell.serve.protocol.generation import GenerationBody, PredictionContent
@@ -101,6 +102,7 @@ class Prompt:
 
     tokens: list[int]
     max_new_tokens: int
+    images: PromptImages | None = None
 
 
 def make_requests(
@@ -134,6 +136,7 @@ def make_requests(
                 prompt.max_new_tokens,
                 eos=loaded.model.eos,
                 constraint=constraint,
+                images=prompt.images,
                 **request,
             )
             for prompt in prompts

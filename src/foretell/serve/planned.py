@@ -31,6 +31,8 @@ def check_plan(body: ChatBody) -> None:
     """Raise `ApiError` for a body with a plan and a field that does not go with it."""
     if (body.n or 1) > 1:
         raise bad_request("a plan writes one answer, and n asks for several; leave out one of them", "n")
+    if any(message.images for message in body.messages):
+        raise bad_request("a plan writes its own prompts, which have no images; leave out one of them", "messages")
     for name in REFUSED_FIELDS:
         value = getattr(body, name)
         means_nothing = (
@@ -53,7 +55,7 @@ def make_run(body: ChatBody, request: Request, loaded: LoadedModel, encoder: Pro
     def encode(turns: Sequence[Message], continued: bool) -> list[int]:
         new = [ChatMessage(role=turn["role"], content=turn["content"]) for turn in turns]
         asked = {"messages": [*body.messages[:-1], *new], "continue_final_message": continued}
-        return encoder.chat(body.model_copy(update=asked))
+        return encoder.chat(body.model_copy(update=asked)).tokens
 
     last, model = body.messages[-1], loaded.model
     try:

@@ -1,10 +1,13 @@
 """Turns messages and prompts into token ids, with limits that are checked before the work is done."""
 
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+from foretell.model.load.images import ReadImage, VisionLanguage
+from foretell.model.run.runner import PromptImages
 from foretell.serve.errors import ApiError, bad_request
 from foretell.serve.protocol.chat import CalledFunction, ChatBody, ChatMessage
 from foretell.serve.reasoning import Reasoning, reasoning_of
@@ -16,7 +19,7 @@ from foretell.serve.tools.use import ToolUse, tools_of
 from foretell.tokenizer.codec import TextCodec
 from foretell.tokenizer.template_forms import reads_argument_objects, reads_parts
 from foretell.utils.json_values import nesting, texts
-from foretell.utils.validation import parse_object
+from foretell.utils.validation import parse_object, show
 
 _SHOWN = 64
 """Last tokens of a prompt, which show whether it opens the reasoning."""
@@ -24,8 +27,17 @@ _ROLES = {"developer": "system", "function": "tool"}
 """Roles under the names that chat templates know."""
 
 
+class Encoded(NamedTuple):
+    """A conversation as token ids, and what the model reads of images in it."""
+
+    tokens: list[int]
+    images: PromptImages | None = None
+
+
 class PromptEncoder:
-    """Encodes prompts for a model of `context` tokens; its methods run in the pool of tokenizer threads."""
+    """Encodes prompts for a model of `context` tokens; its methods run in the pool of tokenizer threads. `vision` reads
+    images for it; None: it reads text only.
+    """
 
     def __init__(
         self,
@@ -34,8 +46,10 @@ class PromptEncoder:
         limits: Limits,
         trust_request_chat_template: bool,
         names: SyntaxNames | None = None,
+        vision: VisionLanguage | None = None,
     ) -> None:
         self._codec, self._context, self._limits = codec, context, limits
+        self._vision = vision
         self._trusted, self._names = trust_request_chat_template, names or SyntaxNames()
 
     def tools(self, body: ChatBody) -> ToolUse | None:
@@ -57,11 +71,11 @@ class PromptEncoder:
         calls = () if use is None or syntax.hidden else use.syntax.marks
         return Reasoning(syntax, syntax.opened_by(end, continued), tuple(mark for mark in calls if mark[0] in "<["))
 
-    def chat(self, body: ChatBody, use: ToolUse | None = None) -> list[int]:
-        """Token ids of a conversation; `use`: the tools that the model may call.
+    def chat(self, body: ChatBody, use: ToolUse | None = None) -> Encoded:
+        """An encoded conversation; `use`: the tools that the model may call.
 
         Raises:
-            ApiError: too long, or the model's template refuses it.
+            ApiError: too long, or the model's template refuses it, or it has an image that cannot be read.
         """
         add_generation_prompt = body.add_generation_prompt is not False and not body.continue_final_message
         if body.add_generation_prompt and body.continue_final_message:
@@ -92,13 +106,14 @@ class PromptEncoder:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
-    ) -> list[int]:
-        """Token ids of messages; `tools`: definitions of the functions that the model may call.
+    ) -> Encoded:
+        """Encoded messages; `tools`: definitions of the functions that the model may call.
 
         Raises:
-            ApiError: too many messages, too long, or the template refuses them.
+            ApiError: too many messages, too long, the template refuses them, or one has an image that cannot be read.
         """
         self._check_count(len(messages), self._limits.messages, "messages")
+        images = self._read_images(messages)
         codec, values = codec or self._codec, dict(variables or {})
         template = codec.template_for(bool(tools)) or ""
         as_text = not reads_tools(template) and (bool(tools) or any(map(_is_of_tools, messages)))
@@ -116,14 +131,48 @@ class PromptEncoder:
             variables=values,
         )
         try:
-            return encode(given)
+            tokens = encode(given)
         except ValueError as error:
             if all("content" in message for message in given):
                 raise bad_request(str(error), "messages") from error
-        try:  # Some templates refuse a call without a text.
-            return encode([{"content": ""} | message for message in given])
+            try:  # Some templates refuse a call without a text.
+                tokens = encode([{"content": ""} | message for message in given])
+            except ValueError as again:
+                raise bad_request(str(again), "messages") from again
+        if self._vision is None or not (images or self._vision.image_token in tokens):
+            return Encoded(tokens)
+        try:
+            return Encoded(*self._vision.place(tokens, images))
         except ValueError as error:
-            raise bad_request(str(error), "messages") from error
+            raise bad_request(f"{error}: this model's chat template writes images otherwise", "messages") from error
+
+    def _read_images(self, messages: Sequence[ChatMessage]) -> list[ReadImage]:
+        """The images of messages in their order.
+
+        Raises:
+            ApiError: the model reads text only, there are too many, or one cannot be read.
+        """
+        urls = {
+            f"messages.{i}.content.{part}": (message.role, url)
+            for i, message in enumerate(messages)
+            for part, url in message.images.items()
+        }
+        if len(urls) > self._limits.images:
+            raise bad_request(
+                f"messages have {len(urls)} images, and this server takes at most {self._limits.images}", "messages"
+            )
+        read = list[ReadImage]()
+        for place, (role, url) in urls.items():
+            if self._vision is None:
+                raise bad_request("this model reads text only; leave the image out", place)
+            if role != "user":
+                raise bad_request(f"images are read in messages of the user, and this one is of the role {role}", place)
+            data = _data_of(url, place)
+            try:
+                read.append(self._vision.read(data))
+            except ValueError as error:
+                raise bad_request(str(error), place) from error
+        return read
 
     def prompts(self, prompts: Sequence[str] | Sequence[Sequence[int]], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of the prompts of a completion.
@@ -134,9 +183,16 @@ class PromptEncoder:
         self._check_count(len(prompts), self._limits.prompts, "prompt")
         self._check_chars(sum(len(p) for p in prompts if isinstance(p, str)), "prompt", len(prompts))
         try:
-            return [self._codec.encode(p, add_special_tokens) if isinstance(p, str) else list(p) for p in prompts]
+            encoded = [self._codec.encode(p, add_special_tokens) if isinstance(p, str) else list(p) for p in prompts]
         except ValueError as error:
             raise bad_request(str(error), "prompt") from error
+        if self._vision is not None and any(self._vision.image_token in tokens for tokens in encoded):
+            raise bad_request(
+                "the prompt names the place of an image, and completions are of text alone; send images to "
+                "/v1/chat/completions",
+                "prompt",
+            )
+        return encoded
 
     def _template_of(self, body: ChatBody) -> TextCodec:
         if body.chat_template is None:
@@ -176,6 +232,27 @@ def context_exceeded(what: str, context: int, param: str) -> ApiError:
     )
 
 
+def _data_of(url: str, place: str) -> bytes:
+    """The content of a data URL.
+
+    Raises:
+        ApiError: it is another URL, or not in base64.
+    """
+    head, _, data = url.partition(",")
+    if not head.startswith("data:"):
+        raise bad_request(
+            f"an image is given as a data URL (data:image/png;base64,...), and this server fetches nothing; found "
+            f"{show(url)}",
+            place,
+        )
+    try:
+        if not head.endswith(";base64"):
+            raise ValueError
+        return b64decode(data, validate=True)
+    except ValueError as error:
+        raise bad_request("the data URL of an image is no base64 (data:image/png;base64,...)", place) from error
+
+
 def _is_of_tools(message: ChatMessage) -> bool:
     return bool(message.tool_calls or message.function_call) or message.role in ("tool", "function")
 
@@ -184,8 +261,9 @@ def _plain(number: int, message: ChatMessage, template: str, as_text: bool) -> d
     """A message as its chat template reads it: a developer's is a system message; contents are texts (always where
     `as_text`) or parts, and arguments of calls objects or texts.
     """
-    parts = not as_text and isinstance(message.content, list) and reads_parts(template)
-    content = message.content if parts else message.text
+    content: Any = message.text
+    if isinstance(message.content, list) and not as_text and (message.images or reads_parts(template)):
+        content = [part if "text" in part else {"type": "image"} for part in message.content]
     calls = [
         {"type": "function", "function": _called(number, call.function, template), **(call.model_extra or {})}
         | ({"id": call.id} if call.id else {})

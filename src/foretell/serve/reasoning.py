@@ -1,11 +1,11 @@
 """What a model thinks before it answers: one table of marks, by vLLM's names, and how the texts are told apart."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretell.serve.channels import ChannelParser
-from foretell.serve.tools.parts import Part, ReasoningPart, TextPart
+from foretell.serve.tools.parts import PartParser, ReasoningPart, TextPart
 
 NONE = "none"
 """Name for: reasoning is part of the answer."""
@@ -139,27 +139,19 @@ _CITED = re.compile(r"</co(:[^<>]{0,256})?(>|\Z)|<(/c?)?\Z")
 """The marks, or their beginning at the end of a text."""
 
 
-class ReasoningParser:
+class ReasoningParser(PartParser):
     """Splits the text of an answer into reasoning and text; where the text is cut makes no difference.
 
     Reasoning begins with the answer, but for blanks, or after hidden texts; a mark that stands later is text.
     """
 
     def __init__(self, reasoning: Reasoning) -> None:
+        super().__init__()
         syntax = reasoning.syntax
         self._syntax, self._calls = syntax, reasoning.calls
-        self._rest, self._last = "", False
         self._is_new = True
         """Whether no reasoning was read yet."""
-        self._parts = list[Part]()
-        self._step: Callable[[], bool] = self._reasoning if reasoning.opened else self._start
-
-    def feed(self, text: str, last: bool) -> list[Part]:
-        """The parts of further text; `last`: none follows."""
-        self._rest, self._last, self._parts = self._rest + text, last, []
-        while self._step():
-            pass
-        return self._parts
+        self._step = self._reasoning if reasoning.opened else self._start
 
     def _start(self) -> bool:
         """Where reasoning may begin."""
@@ -190,11 +182,11 @@ class ReasoningParser:
         hits = [(at, mark) for mark in (*self._syntax.end, *self._calls) if (at := self._rest.find(mark)) >= 0]
         if not hits:
             shown = self._rest[: len(self._rest) - self._held((*self._syntax.end, *self._calls))]
-            self._put(ReasoningPart, len(shown.rstrip() if self._syntax.strips else shown))
+            self._pass(ReasoningPart, len(shown.rstrip() if self._syntax.strips else shown))
             return False
         at, mark = min(hits)
         shown = self._rest[:at]
-        self._put(ReasoningPart, len(shown.rstrip() if self._syntax.strips else shown))
+        self._pass(ReasoningPart, len(shown.rstrip() if self._syntax.strips else shown))
         self._rest = self._rest[self._rest.index(mark) :]
         if mark in self._syntax.end:
             self._rest = self._rest[len(mark) :]
@@ -206,11 +198,11 @@ class ReasoningParser:
         hidden = self._syntax.hidden
         hits = [(at, -len(mark), mark) for mark in hidden if (at := self._rest.find(mark)) >= 0]
         if not hits:
-            self._put(TextPart, len(self._rest) - self._held(hidden))
+            self._pass(TextPart, len(self._rest) - self._held(hidden))
             return False
         at, _, mark = min(hits)
         longer = any(m.startswith(self._rest[at:]) and len(m) > len(mark) for m in (*hidden, *self._syntax.begin))
-        self._put(TextPart, at)
+        self._pass(TextPart, at)
         if longer and not self._last:
             return False
         if not self._rest.startswith(self._syntax.begin):
@@ -224,8 +216,3 @@ class ReasoningParser:
             return 0
         ends = (n for mark in marks for n in range(1, len(mark)) if self._rest.endswith(mark[:n]))
         return max(ends, default=0)
-
-    def _put(self, kind: type[TextPart] | type[ReasoningPart], count: int) -> None:
-        if count:
-            self._parts.append(kind(self._rest[:count]))
-            self._rest = self._rest[count:]

@@ -77,6 +77,7 @@ class Service:
             self.settings.limits,
             self.settings.trust_request_chat_template,
             self.settings.syntaxes,
+            loaded.model.vision,
         )
         self.texts = TokenTexts(loaded.model.codec)
         metrics = RequestMetrics(self.metrics, self.labels, loaded.method_name)

@@ -15,6 +15,7 @@ class Limits:
     body_seconds: float = 30.0
     """Longest time that the body of a request may take to arrive."""
     messages: int = 2048
+    images: int = 8
     tools: int = 512
     nesting: int = 64
     """Levels of objects and arrays in messages, tools and variables of a chat template."""

@@ -3,7 +3,7 @@
 import os
 import stat
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float, UInt8
@@ -12,12 +12,13 @@ from safetensors.torch import save_file
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.load.safetensors_file import what_is_wrong
+from foretell.speculator.config_file import CONFIG, read_config
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 from foretell.utils.paths import replace_file
-from foretell.utils.validation import read_json, validate
+from foretell.utils.validation import validate
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+WEIGHTS = "model.safetensors"
 _SCALE = "::scale"
 """Suffix of the scales of a matrix that is stored in 8 or 4 bits."""
 _GROUP_SIZE = 32
@@ -62,17 +63,6 @@ def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         ) from error
     part.chmod(mode)
     os.replace(part, folder / WEIGHTS)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The contents of `config.json`.
-
-    Raises:
-        ValueError: there is none, or it is damaged.
-    """
-    if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder}: no {CONFIG} here, so this is no speculator")
-    return read_json(folder / CONFIG)
 
 
 def load_own(folder: Path, embedding_and_head: EmbeddingAndHead) -> Speculator:

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-from foretell.model.block.decoder import Decoder, DecoderBlock
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.modules import to_weights
 from foretell.model.block.spec import LinearWeights
 from foretell.model.block.weights import further_fields, map_linears, places_of, tensor_at
 from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import Activation, ModelConfig, RopeConfig
-from foretell.speculator.checkpoint import CONFIG, write_weights
+from foretell.speculator.checkpoint import write_weights
+from foretell.speculator.config_file import CONFIG
 from foretell.tokenizer.codec import TextCodec
 from foretell.utils.paths import replace_file
 

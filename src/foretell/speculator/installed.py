@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from foretell.speculator.checkpoint import CONFIG, read_config
+from foretell.speculator.config_file import CONFIG, read_config
 
 ENTRY_POINTS = "foretell.speculators"
 """Group of the entry points `TARGET = "PACKAGE"`; the package holds `<any folder>/config.json` and weights."""

@@ -5,7 +5,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
-from foretell.speculator.checkpoint import CONFIG, load_own, read_config
+from foretell.model.load.assistant import is_assistant
+from foretell.speculator.checkpoint import load_own
+from foretell.speculator.config_file import CONFIG, read_config
 from foretell.speculator.formats import find_format
 from foretell.speculator.formats.base import ConvertedCheckpoint
 from foretell.speculator.formats.files import missing_weights
@@ -21,7 +23,9 @@ def is_speculator(folder: Path) -> bool:
     """
     if folder.is_file():
         return is_drafter(folder)
-    return (folder / CONFIG).is_file() and ("kind" in read_config(folder) or find_format(folder) is not None)
+    if not (folder / CONFIG).is_file():
+        return False
+    return "kind" in read_config(folder) or is_assistant(folder) or find_format(folder) is not None
 
 
 def load_speculator(folder: Path, target: TargetInfo, embedding_and_head: EmbeddingAndHead) -> Speculator:
@@ -45,6 +49,8 @@ def read_published(folder: Path, target: TargetInfo, embedding_and_head: Embeddi
     Raises:
         ValueError: a damaged or incomplete checkpoint, one of no known format, or one for another target.
     """
+    if is_assistant(folder):
+        raise ValueError(f"{folder}: an assistant of Gemma 4, with which --method mtp drafts alone")
     known = find_format(folder)
     if known is None:
         raise ValueError(f"{folder}: not a speculator in a known format; docs/formats.md lists the formats")

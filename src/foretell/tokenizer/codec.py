@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from foretell.tokenizer.chat_template import ChatTemplate
 from foretell.tokenizer.directory import read_directory
 from foretell.tokenizer.stream import Detokenizer
+from foretell.tokenizer.template_forms import reads_parts, reads_strings
 from foretell.utils.json_values import map_texts, texts
 
 Message = Mapping[str, Any]
@@ -133,6 +134,8 @@ class TextCodec:
                 f"; it has templates named {', '.join(sorted(self.named_templates))}" if self.named_templates else ""
             )
             raise ValueError(f"this model has no chat template: give raw text (`foretell generate --raw`){named}")
+        if not reads_strings(source) and reads_parts(source):
+            messages = [_in_parts(message) for message in messages]
         return _compiled(source).render(messages, self.bos, self.eos, add_generation_prompt, given, self.template_date)
 
     @cached_property
@@ -264,6 +267,12 @@ def _check_message(number: int, message: Message) -> None:
             )
     elif not isinstance(content, str | None):
         raise ValueError(f"message {number} has a content that is neither text nor a list of parts: {example}")
+
+
+def _in_parts(message: Message) -> Message:
+    """The message with its text as a list of parts."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _with_mark(messages: Sequence[Message]) -> list[Message]:

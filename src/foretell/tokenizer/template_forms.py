@@ -20,6 +20,12 @@ def reads_parts(source: str) -> bool:
 
 
 @lru_cache(maxsize=16)
+def reads_strings(source: str) -> bool:
+    """Whether the template writes a content that is a string; those of vision-language models may read parts alone."""
+    return _NEEDLE in _rendered(source, [{"role": "user", "content": _NEEDLE}], None)
+
+
+@lru_cache(maxsize=16)
 def reads_argument_objects(source: str) -> bool:
     """Whether the arguments of a call are given to the template as an object, and not as JSON text: so unless it does
     not write an object as JSON or in a form of its own, and writes the text.

@@ -1,7 +1,10 @@
-"""Error messages for unknown names."""
+"""Names of methods in other packages, and error messages for unknown names."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+METHODS = "foretell.methods"
+"""Group of the entry points by which other packages add methods; each names an `Entry` of the catalogue."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:

@@ -190,8 +190,8 @@ def power(effect_size: float, samples: int, freedom: int, noncentrality: float) 
     return float(ncx2.sf(critical, freedom, 4 * effect_size**2 * samples))
 
 
-def detectable_effect(samples: int, freedom: int, noncentrality: float, wanted: float = _WANTED_POWER) -> float:
-    """The total variation that is detected with power `wanted`; 1 if there is none."""
-    if power(1.0, samples, freedom, noncentrality) < wanted:
+def detectable_effect(samples: int, freedom: int, noncentrality: float) -> float:
+    """The total variation that is detected with the power that is wanted; 1 if there is none."""
+    if power(1.0, samples, freedom, noncentrality) < _WANTED_POWER:
         return 1.0
-    return float(brentq(lambda e: power(e, samples, freedom, noncentrality) - wanted, 0.0, 1.0))
+    return float(brentq(lambda e: power(e, samples, freedom, noncentrality) - _WANTED_POWER, 0.0, 1.0))

@@ -5,7 +5,7 @@ import torch
 
 from foretell.lab.compress.allocation import outlier_share, shares_by_outliers
 from foretell.lab.quantize.base import InputStatistics, Role, linears
-from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.layer import DecoderBlock
 from foretell.testing import TINY, tiny_decoder
 
 

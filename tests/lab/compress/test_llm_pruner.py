@@ -23,7 +23,8 @@ from foretell.lab.quantize.base import linears
 from foretell.lab.quantize.job import Source
 from foretell.lab.quantize.layout import shapes_of
 from foretell.load import load
-from foretell.model.block.decoder import Decoder, DecoderBlock
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.load.build import build_decoder
 from foretell.model.training.full_forward import full_forward
 from helpers import chain_tree, random_tokens

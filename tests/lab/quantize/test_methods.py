@@ -15,7 +15,7 @@ from foretell.lab.quantize.hqq import HQQ
 from foretell.lab.quantize.integer_grid import IntegerGrid
 from foretell.lab.quantize.job import quantize_block
 from foretell.lab.quantize.rtn import RTN, round_to_nearest
-from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.config.model import ModelConfig
 from foretell.testing import TINY, tiny_decoder
 

@@ -16,7 +16,7 @@ from foretell.lab.sparsify.thresholds import calibrate_thresholds, magnitude_qua
 from foretell.load import load, open_checkpoint
 from foretell.model import kernels as native
 from foretell.model.block.activation import gated
-from foretell.model.block.decoder import FeedForward
+from foretell.model.block.layer import FeedForward
 from foretell.model.block.sparsity import FirstNeurons, sparse_decoder
 from foretell.model.offload.sparsity_file import read_sparsity
 from helpers import all_logits, random_tokens

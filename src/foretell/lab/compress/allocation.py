@@ -9,7 +9,7 @@ from foretell.lab.quantize.base import InputStatistics, Role, linears
 from foretell.lab.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
 from foretell.lab.quantize.job import Source
 from foretell.lab.quantize.layout import EMBEDDING
-from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.load.build import build_block
 
 T = TypeVar("T")

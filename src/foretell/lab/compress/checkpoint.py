@@ -12,7 +12,7 @@ from foretell.lab.quantize.directory import CheckpointDirectory
 from foretell.lab.quantize.job import Source
 from foretell.lab.quantize.layout import EMBEDDING, FINAL_NORM, HEAD, block_tensors
 from foretell.load import open_checkpoint
-from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.linear import Linear
 from foretell.model.block.rope import RopeTables
 from foretell.model.config.model import ModelConfig

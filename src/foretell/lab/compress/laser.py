@@ -12,7 +12,7 @@ from foretell.lab.compress.low_rank import rank_of
 from foretell.lab.quantize.base import Role, linears
 from foretell.lab.quantize.calibration import model_rope_tables, run_block
 from foretell.lab.quantize.job import Source
-from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.load.build import build_block, build_without_blocks
 
 Tensor = torch.Tensor

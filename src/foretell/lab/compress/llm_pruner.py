@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from foretell.lab.quantize.base import Role, linears, set_matrix
 from foretell.lab.quantize.job import Source
 from foretell.lab.quantize.layout import shapes_of
-from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.linear import Linear
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.build import build_decoder

@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from foretell.lab.quantize.base import linears, set_matrix
 from foretell.lab.quantize.calibration import run_block
-from foretell.model.block.decoder import DecoderBlock, RMSNorm
+from foretell.model.block.layer import DecoderBlock, RMSNorm
 from foretell.model.block.linear import Linear
 from foretell.model.block.rope import RopeTables
 from foretell.model.config.model import ModelConfig

@@ -7,7 +7,8 @@ from safetensors.torch import load_file
 
 from foretell.lab.nat.network import NatConfig, NatModel
 from foretell.lab.nat.objective import KINDS
-from foretell.speculator.checkpoint import CONFIG, WEIGHTS, write_weights
+from foretell.speculator.checkpoint import WEIGHTS, write_weights
+from foretell.speculator.config_file import CONFIG
 from foretell.utils.validation import read_json, validate
 
 

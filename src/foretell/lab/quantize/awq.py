@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 
 from foretell.lab.quantize.base import InputStatistics, Quantizer, Role, linears, output_error
-from foretell.lab.quantize.grid import Grid, QuantizedRows
+from foretell.lab.quantize.grid import Grid, QuantizedRows, Weight
 from foretell.lab.quantize.rtn import round_to_nearest
-from foretell.model.block.decoder import DecoderBlock, RMSNorm
+from foretell.model.block.layer import DecoderBlock, RMSNorm
 from foretell.model.config.model import ModelConfig
 
 Tensor = torch.Tensor
@@ -54,9 +54,7 @@ class AWQ(Quantizer):
                 before.bias.data[-len(scale) :].div_(scale)
         return scaled
 
-    def quantize(
-        self, role: Role, weight: Float[Tensor, "o i"], grid: Grid, inputs: InputStatistics | None
-    ) -> QuantizedRows:
+    def quantize(self, role: Role, weight: Weight, grid: Grid, inputs: InputStatistics | None) -> QuantizedRows:
         """Clip the ranges of groups, then round."""
         assert inputs is not None
         return round_to_nearest(weight if role in _UNCLIPPED else _clip(weight, grid, inputs), grid)

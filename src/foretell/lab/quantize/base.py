@@ -8,8 +8,8 @@ from typing import Literal, get_args
 import torch
 from jaxtyping import Float
 
-from foretell.lab.quantize.grid import Grid, QuantizedRows
-from foretell.model.block.decoder import DecoderBlock, FeedForward
+from foretell.lab.quantize.grid import Grid, QuantizedRows, Weight
+from foretell.model.block.layer import DecoderBlock, FeedForward
 from foretell.model.block.linear import AnyLinear, FactoredLinear, Linear
 from foretell.model.config.model import ModelConfig
 
@@ -82,7 +82,5 @@ class Quantizer(ABC):
         return inputs
 
     @abstractmethod
-    def quantize(
-        self, role: Role, weight: Float[Tensor, "o i"], grid: Grid, inputs: InputStatistics | None
-    ) -> QuantizedRows:
+    def quantize(self, role: Role, weight: Weight, grid: Grid, inputs: InputStatistics | None) -> QuantizedRows:
         """Quantise a matrix; `inputs` is None where the method is not calibrated."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from foretell.api import Model
 from foretell.lab.quantize.base import InputStatistics, Role, linears
-from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.rope import RopeTables, rope_tables
 from foretell.model.config.model import ModelConfig
 from foretell.model.training.full_forward import forward_blocks

@@ -6,7 +6,17 @@ from collections.abc import Mapping
 import torch
 from jaxtyping import Float, Int, UInt8
 
-from foretell.lab.quantize.grid import Grid, Parameters, QuantizedRows, half_bytes, largest, to_half
+from foretell.lab.quantize.grid import (
+    Grid,
+    Groups,
+    Importance,
+    Parameters,
+    QuantizedRows,
+    Scales,
+    half_bytes,
+    largest,
+    to_half,
+)
 from foretell.model.matrices.kinds import BLOCKS, Kind
 from foretell.model.matrices.stored import StoredMatrix
 
@@ -42,9 +52,7 @@ class _Blocks(GGUFGrid):
         self.name, self.kind, self.block = kind, kind, BLOCKS[kind][0]
         self.low, self.high, self.has_offset = low, high, has_offset
 
-    def fit(
-        self, weight: Float[Tensor, "o n g w"], importance: Float[Tensor, "n g w"] | None = None
-    ) -> tuple[Float[Tensor, "o n g"], Float[Tensor, "o n g"]]:
+    def fit(self, weight: Groups, importance: Importance = None) -> tuple[Scales, Scales]:
         """The scale that makes the extreme weights extreme levels."""
         if self.has_offset:
             least = weight.amin(-1)
@@ -53,7 +61,7 @@ class _Blocks(GGUFGrid):
         scale = largest(weight) / self.low if -self.low > self.high else weight.abs().amax(-1) / self.high
         return scale, torch.zeros_like(scale)
 
-    def store(self, scale: Float[Tensor, "o n g"], offset: Float[Tensor, "o n g"]) -> Parameters:
+    def store(self, scale: Scales, offset: Scales) -> Parameters:
         """Round to float16."""
         d, m = to_half(scale), to_half(offset)
         return Parameters(d.float(), m.float(), (d[..., 0], m[..., 0]))
@@ -82,9 +90,7 @@ class _AffineSuperBlocks(GGUFGrid):
     def __init__(self, kind: Kind, high: int) -> None:
         self.name, self.kind, self.block, self.high = kind, kind, BLOCKS[kind][0], high
 
-    def fit(
-        self, weight: Float[Tensor, "o n g w"], importance: Float[Tensor, "n g w"] | None = None
-    ) -> tuple[Float[Tensor, "o n g"], Float[Tensor, "o n g"]]:
+    def fit(self, weight: Groups, importance: Importance = None) -> tuple[Scales, Scales]:
         """Weighted least squares for the levels of several trial scales; minima are not positive."""
         least = weight.amin(-1).clamp(max=0)
         spread = weight.amax(-1) - least
@@ -99,7 +105,7 @@ class _AffineSuperBlocks(GGUFGrid):
             best_scale, best_offset = torch.where(better, scale, best_scale), torch.where(better, offset, best_offset)
         return best_scale, best_offset
 
-    def store(self, scale: Float[Tensor, "o n g"], offset: Float[Tensor, "o n g"]) -> Parameters:
+    def store(self, scale: Scales, offset: Scales) -> Parameters:
         """Round to 6-bit codes times a float16 number per block."""
         scale, minimum = scale.clamp(min=0), (-offset).clamp(min=0)
         d, d_codes = _codes(scale)
@@ -117,7 +123,7 @@ class _AffineSuperBlocks(GGUFGrid):
         return torch.cat([*parts, (q[..., 0, :] & 15 | (q[..., 1, :] & 15) << 4).flatten(2)], -1)
 
 
-def _codes(x: Float[Tensor, "o n g"]) -> tuple[Float[Tensor, "o n"], Float[Tensor, "o n g"]]:
+def _codes(x: Scales) -> tuple[Float[Tensor, "o n"], Scales]:
     """A float16 unit per block, and multiples of it in 0 .. 63."""
     unit = to_half(x.amax(-1) / _CODE_MAX)
     wide = unit.float()[..., None]
@@ -135,17 +141,13 @@ def _nearest(weight: Tensor, scale: Tensor, offset: Tensor, low: int, high: int)
     return ((weight - offset[..., None]) * inverse[..., None]).round().clamp(low, high)
 
 
-def _error(
-    weight: Tensor, scale: Tensor, offset: Tensor, low: int, high: int, importance: Tensor | None
-) -> Float[Tensor, "o n g"]:
+def _error(weight: Tensor, scale: Tensor, offset: Tensor, low: int, high: int, importance: Tensor | None) -> Scales:
     level = _nearest(weight, scale, offset, low, high)
     squared = (scale[..., None] * level + offset[..., None] - weight).square()
     return (squared if importance is None else squared * importance).sum(-1)
 
 
-def _least_squares(
-    weight: Tensor, level: Tensor, importance: Tensor | None
-) -> tuple[Float[Tensor, "o n g"], Float[Tensor, "o n g"]]:
+def _least_squares(weight: Tensor, level: Tensor, importance: Tensor | None) -> tuple[Scales, Scales]:
     """Scale and non-positive offset of least weighted squared error for these levels."""
     share = torch.ones_like(weight) if importance is None else importance.expand_as(weight)
     total, mean_level, mean_weight = share.sum(-1), (share * level).sum(-1), (share * weight).sum(-1)
@@ -168,9 +170,7 @@ class _SymmetricSuperBlocks(GGUFGrid):
     def __init__(self, kind: Kind) -> None:
         self.name, self.kind, self.block = kind, kind, BLOCKS[kind][0]
 
-    def fit(
-        self, weight: Float[Tensor, "o n g w"], importance: Float[Tensor, "n g w"] | None = None
-    ) -> tuple[Float[Tensor, "o n g"], Float[Tensor, "o n g"]]:
+    def fit(self, weight: Groups, importance: Importance = None) -> tuple[Scales, Scales]:
         """Weighted least squares for the levels of several trial scales."""
         extreme = largest(weight)
         zero = torch.zeros_like(extreme)
@@ -186,7 +186,7 @@ class _SymmetricSuperBlocks(GGUFGrid):
             best, best_scale = torch.where(better, error, best), torch.where(better, scale, best_scale)
         return best_scale, zero
 
-    def store(self, scale: Float[Tensor, "o n g"], offset: Float[Tensor, "o n g"]) -> Parameters:
+    def store(self, scale: Scales, offset: Scales) -> Parameters:
         """Round to int8 codes times a float16 number per block."""
         d = to_half(largest(scale) / -128)
         wide = d.float()[..., None]

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.lab.quantize.base import InputStatistics, Quantizer, Role
-from foretell.lab.quantize.grid import Grid, Parameters, QuantizedRows
+from foretell.lab.quantize.grid import Grid, Parameters, QuantizedRows, Weight
 
 Tensor = torch.Tensor
 _LAZY = 128
@@ -23,9 +23,7 @@ class GPTQ(Quantizer):
     damping: float = 0.01
     act_order: bool = True
 
-    def quantize(
-        self, role: Role, weight: Float[Tensor, "o i"], grid: Grid, inputs: InputStatistics | None
-    ) -> QuantizedRows:
+    def quantize(self, role: Role, weight: Weight, grid: Grid, inputs: InputStatistics | None) -> QuantizedRows:
         """Quantise a matrix.
 
         Raises:
@@ -40,10 +38,8 @@ class GPTQ(Quantizer):
         factor = inverse_factor(hessian if order is None else hessian[order][:, order], self.damping)
         importance = grid.split(hessian.diagonal()[None])[0]
         if order is None:
-            return _quantize_in_order(weight, grid, factor, importance)
-        groups = grid.split(weight)
-        parameters = grid.store(*grid.fit(groups, importance))
-        return _quantize_by(order, weight, grid, factor, parameters)
+            return _quantize(weight, grid, factor, importance)
+        return _quantize(weight, grid, factor, importance, order, grid.store(*grid.fit(grid.split(weight), importance)))
 
 
 def inverse_factor(hessian: Float[Tensor, "i i"], damping: float) -> Float[Tensor, "i i"]:
@@ -61,57 +57,39 @@ def inverse_factor(hessian: Float[Tensor, "i i"], damping: float) -> Float[Tenso
     raise ValueError("the calibration inputs of a matrix are not finite, or too few; give more --calibration-tokens")
 
 
-def _quantize_in_order(
-    weight: Float[Tensor, "o i"], grid: Grid, factor: Float[Tensor, "i i"], importance: Float[Tensor, "n g w"]
-) -> QuantizedRows:
-    """Inputs ascending; the scales of a block come from its weights as the inputs before it have changed them."""
-    inputs, span = weight.shape[1], grid.block * -(-_LAZY // grid.block)
-    levels, parts = torch.empty(weight.shape, dtype=torch.int16), list[Parameters]()
-    for start in range(0, inputs, span):
-        end = min(start + span, inputs)
-        local, errors, corner = (
-            weight[:, start:end].clone(),
-            weight.new_empty(len(weight), end - start),
-            factor[start:end],
-        )
-        for j in range(end - start):
-            if j % grid.block == 0:
-                groups, number = grid.split(local[:, j : j + grid.block]), (start + j) // grid.block
-                parts.append(grid.store(*grid.fit(groups, importance[number : number + 1])))
-            level, value = round_column(local[:, j], grid, parts[-1], 0, j % grid.block // grid.width)
-            levels[:, start + j] = level
-            errors[:, j] = (local[:, j] - value) / corner[j, start + j]
-            local[:, j:] -= errors[:, j, None] * corner[j, start + j : end]
-        weight[:, end:] -= errors @ corner[:, end:]
-    return QuantizedRows(grid, levels, Parameters.join(parts))
-
-
-def _quantize_by(
-    order: Int[Tensor, " i"],
+def _quantize(
     weight: Float[Tensor, "o i"],
     grid: Grid,
     factor: Float[Tensor, "i i"],
-    parameters: Parameters,
+    importance: Float[Tensor, "n g w"],
+    order: Int[Tensor, " i"] | None = None,
+    parameters: Parameters | None = None,
 ) -> QuantizedRows:
-    """Inputs in this order, with given scales."""
-    inputs, permuted = weight.shape[1], weight[:, order]
-    levels = torch.empty(weight.shape, dtype=torch.int16)
-    for start in range(0, inputs, _LAZY):
-        end = min(start + _LAZY, inputs)
+    """Inputs in this order, with given scales; None: ascending, and the scales of a block come from its weights as the
+    inputs before it have changed them.
+    """
+    inputs, span = weight.shape[1], _LAZY if order is not None else grid.block * -(-_LAZY // grid.block)
+    permuted, columns = (weight, list(range(inputs))) if order is None else (weight[:, order], order.tolist())
+    levels, parts = torch.empty(weight.shape, dtype=torch.int16), list[Parameters]()
+    for start in range(0, inputs, span):
+        end = min(start + span, inputs)
         local, errors, corner = (
             permuted[:, start:end].clone(),
             weight.new_empty(len(weight), end - start),
             factor[start:end],
         )
         for j in range(end - start):
-            column = int(order[start + j])
-            block, within = divmod(column, grid.block)
-            level, value = round_column(local[:, j], grid, parameters, block, within // grid.width)
-            levels[:, column] = level
+            block, within = divmod(columns[start + j], grid.block)
+            if parameters is None and within == 0:
+                groups = grid.split(local[:, j : j + grid.block])
+                parts.append(grid.store(*grid.fit(groups, importance[block : block + 1])))
+            scales, at = (parts[-1], 0) if parameters is None else (parameters, block)
+            level, value = round_column(local[:, j], grid, scales, at, within // grid.width)
+            levels[:, columns[start + j]] = level
             errors[:, j] = (local[:, j] - value) / corner[j, start + j]
             local[:, j:] -= errors[:, j, None] * corner[j, start + j : end]
         permuted[:, end:] -= errors @ corner[:, end:]
-    return QuantizedRows(grid, levels, parameters)
+    return QuantizedRows(grid, levels, Parameters.join(parts) if parameters is None else parameters)
 
 
 def round_column(

@@ -6,19 +6,27 @@ stores together.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float, Int, UInt8
 
 Tensor = torch.Tensor
+Weight: TypeAlias = Float[Tensor, "o i"]
+Groups: TypeAlias = Float[Tensor, "o n g w"]
+"""Rows of a matrix in blocks and groups of numbers."""
+Scales: TypeAlias = Float[Tensor, "o n g"]
+"""A number per group."""
+Importance: TypeAlias = Float[Tensor, "n g w"] | None
+"""Weights of the squared errors of inputs."""
 
 
 @dataclass(frozen=True)
 class Parameters:
     """Scales and offsets of blocks as the file stores them."""
 
-    scale: Float[Tensor, "o n g"]
-    offset: Float[Tensor, "o n g"]
+    scale: Scales
+    offset: Scales
     fields: tuple[Tensor, ...]
     """What the file stores for a block, in the order of the type."""
 
@@ -58,15 +66,13 @@ class Grid(ABC):
         return self.block // self.groups
 
     @abstractmethod
-    def fit(
-        self, weight: Float[Tensor, "o n g w"], importance: Float[Tensor, "n g w"] | None = None
-    ) -> tuple[Float[Tensor, "o n g"], Float[Tensor, "o n g"]]:
+    def fit(self, weight: Groups, importance: Importance = None) -> tuple[Scales, Scales]:
         """Scales and offsets that round these weights to the nearest with a small error; `importance` weighs the
         squared errors of inputs (types that search for their scales use it).
         """
 
     @abstractmethod
-    def store(self, scale: Float[Tensor, "o n g"], offset: Float[Tensor, "o n g"]) -> Parameters:
+    def store(self, scale: Scales, offset: Scales) -> Parameters:
         """Round scales and offsets to what the file can hold."""
 
     def split(self, weight: Float[Tensor, "*o i"]) -> Float[Tensor, "*o n g w"]:
@@ -79,18 +85,18 @@ class Grid(ABC):
             raise ValueError(f"{self.name} needs rows of whole blocks of {self.block}, found {weight.shape[-1]} inputs")
         return weight.unflatten(-1, (-1, self.groups, self.width))
 
-    def levels(self, weight: Float[Tensor, "o n g w"], parameters: Parameters) -> Float[Tensor, "o n g w"]:
+    def levels(self, weight: Groups, parameters: Parameters) -> Groups:
         """The levels nearest to the weights."""
         scale, offset = parameters.scale[..., None], parameters.offset[..., None]
         inverse = torch.where(scale == 0, 0, 1 / scale)
         return ((weight - offset) * inverse).round().clamp(self.low, self.high)
 
-    def values(self, levels: Float[Tensor, "o n g w"], parameters: Parameters) -> Float[Tensor, "o n g w"]:
+    def values(self, levels: Groups, parameters: Parameters) -> Groups:
         """The numbers of levels."""
         scaled = parameters.scale[..., None] * levels
         return scaled + parameters.offset[..., None] if self.has_offset else scaled
 
-    def round(self, weight: Float[Tensor, "o n g w"], parameters: Parameters) -> "QuantizedRows":
+    def round(self, weight: Groups, parameters: Parameters) -> "QuantizedRows":
         """The weights rounded to the nearest numbers of these parameters."""
         return QuantizedRows(self, self.levels(weight, parameters).to(torch.int16).flatten(1), parameters)
 

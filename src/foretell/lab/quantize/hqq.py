@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 
 from foretell.lab.quantize.base import InputStatistics, Quantizer, Role
-from foretell.lab.quantize.grid import Grid, QuantizedRows
+from foretell.lab.quantize.grid import Grid, QuantizedRows, Weight
 
 Tensor = torch.Tensor
 _STEPS, _NORM, _BETA, _GROWTH = 20, 0.7, 10.0, 1.01
@@ -18,9 +18,7 @@ class HQQ(Quantizer):
 
     calibrated = False
 
-    def quantize(
-        self, role: Role, weight: Float[Tensor, "o i"], grid: Grid, inputs: InputStatistics | None
-    ) -> QuantizedRows:
+    def quantize(self, role: Role, weight: Weight, grid: Grid, inputs: InputStatistics | None) -> QuantizedRows:
         """Quantise a matrix."""
         groups = grid.split(weight)
         scale, offset = grid.fit(groups)

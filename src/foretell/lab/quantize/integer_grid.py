@@ -1,9 +1,8 @@
 """Integers with a scale per group of inputs: what a directory in the format of compressed-tensors holds."""
 
 import torch
-from jaxtyping import Float
 
-from foretell.lab.quantize.grid import Grid, Parameters
+from foretell.lab.quantize.grid import Grid, Groups, Importance, Parameters, Scales
 
 Tensor = torch.Tensor
 
@@ -18,9 +17,7 @@ class IntegerGrid(Grid):
         self.name = f"int{bits} in groups of {group}"
         self.low, self.high, self.has_offset = -(1 << (bits - 1)), (1 << (bits - 1)) - 1, not symmetric
 
-    def fit(
-        self, weight: Float[Tensor, "o n g w"], importance: Float[Tensor, "n g w"] | None = None
-    ) -> tuple[Float[Tensor, "o n g"], Float[Tensor, "o n g"]]:
+    def fit(self, weight: Groups, importance: Importance = None) -> tuple[Scales, Scales]:
         """The scale that covers all weights, and with zero points also zero."""
         if self.symmetric:
             scale = weight.abs().amax(-1) / ((self.high - self.low) / 2)
@@ -29,7 +26,7 @@ class IntegerGrid(Grid):
         scale = (weight.amax(-1).clamp(min=0) - least) / (self.high - self.low)
         return scale, least - self.low * scale
 
-    def store(self, scale: Float[Tensor, "o n g"], offset: Float[Tensor, "o n g"]) -> Parameters:
+    def store(self, scale: Scales, offset: Scales) -> Parameters:
         """Round scales to 16 bits, and offsets to a zero point times the scale."""
         stored = scale.to(self.dtype)
         wide = stored.float()

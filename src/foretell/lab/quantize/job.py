@@ -27,7 +27,7 @@ from foretell.lab.quantize.layout import (
 )
 from foretell.lab.quantize.rtn import round_to_nearest
 from foretell.load import open_checkpoint
-from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.build import build_block
 from foretell.model.load.gguf import GGUF

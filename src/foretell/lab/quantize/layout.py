@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from foretell.lab.quantize.base import Role
 from foretell.lab.quantize.grid import QuantizedRows
-from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.modules import to_weights
 from foretell.model.block.weights import linear_shapes, places_of, tensor_at
 from foretell.model.config.compressed import LowRank

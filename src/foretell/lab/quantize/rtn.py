@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 
 from foretell.lab.quantize.base import InputStatistics, Quantizer, Role
-from foretell.lab.quantize.grid import Grid, QuantizedRows
+from foretell.lab.quantize.grid import Grid, QuantizedRows, Weight
 
 
 def round_to_nearest(weight: Float[torch.Tensor, "o i"], grid: Grid) -> QuantizedRows:
@@ -18,8 +18,6 @@ class RTN(Quantizer):
 
     calibrated = False
 
-    def quantize(
-        self, role: Role, weight: Float[torch.Tensor, "o i"], grid: Grid, inputs: InputStatistics | None
-    ) -> QuantizedRows:
+    def quantize(self, role: Role, weight: Weight, grid: Grid, inputs: InputStatistics | None) -> QuantizedRows:
         """Round a matrix."""
         return round_to_nearest(weight, grid)

@@ -74,7 +74,7 @@ class Totals:
         return np.asarray(self.tokens / np.maximum(self.passes + share * self.drafted, 1))
 
 
-def bootstrap(prompts: int, seed: int = 0) -> Float[np.ndarray, "s p"]:
+def bootstrap(prompts: int) -> Float[np.ndarray, "s p"]:
     """How often each sample has each prompt: the prompts themselves, then draws with replacement."""
-    drawn = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), _SAMPLES)
+    drawn = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), _SAMPLES)
     return np.concatenate([np.ones((1, prompts)), drawn]).astype(float)

@@ -11,7 +11,7 @@ from torch import nn
 from foretell.lab.quantize.base import Role, linears
 from foretell.lab.quantize.calibration import model_rope_tables, run_block
 from foretell.model.block.activation import gated
-from foretell.model.block.decoder import DecoderBlock, FeedForward
+from foretell.model.block.layer import DecoderBlock, FeedForward
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.build import build_block, build_without_blocks
 from foretell.model.load.weights import Weights

@@ -15,7 +15,7 @@ from foretell.lab.quantize.job import Source
 from foretell.lab.quantize.layout import EMBEDDING, FINAL_NORM, HEAD, block_tensors
 from foretell.lab.sparsify.activations import BlockActivations, block_activations
 from foretell.model.block.activation import gated
-from foretell.model.block.decoder import FeedForward
+from foretell.model.block.layer import FeedForward
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.structures import PREFIX_UNIT
 from foretell.model.load.weights import Weights

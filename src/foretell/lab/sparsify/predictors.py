@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from foretell.lab.quantize.base import Role
 from foretell.lab.sparsify.activations import BlockActivations, block_activations
 from foretell.lab.sparsify.thresholds import check_share
-from foretell.model.block.decoder import FeedForward
+from foretell.model.block.layer import FeedForward
 from foretell.model.block.linear import Linear
 from foretell.model.block.sparsity import PredictedNeurons, Predictor
 from foretell.model.config.model import ModelConfig

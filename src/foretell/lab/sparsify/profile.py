@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 
 from foretell.lab.sparsify.activations import block_activations
-from foretell.model.block.decoder import FeedForward
+from foretell.model.block.layer import FeedForward
 from foretell.model.block.sparsity import GateThreshold, PredictedNeurons, SparseFeedForward
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.neuron_file import write_layer

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 
 from foretell.model.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
-from foretell.model.triton import runs_kernels
+from foretell.model.triton import run, runs_kernels
 
 
 def activated(projected: Float[torch.Tensor, "*t p"], kind: Activation) -> Float[torch.Tensor, "*t f"]:
@@ -17,9 +17,7 @@ def activated(projected: Float[torch.Tensor, "*t p"], kind: Activation) -> Float
     if kind == "silu" and projected.dtype != torch.float64 and runs_kernels(projected):
         from foretell.model.triton import elementwise
 
-        launch, out = elementwise.gated_silu(projected)
-        launch.run()
-        return out
+        return run(elementwise.gated_silu(projected))
     gate, up = projected.chunk(2, -1)
     return gated(gate, up, kind)
 

@@ -1,6 +1,7 @@
 """The attention of a decoder layer: its interface, and what all its implementations compute."""
 
 from abc import ABC, abstractmethod
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,14 @@ from foretell.model.block.rope import RopeAngles, apply_rope
 from foretell.model.cache.state_store import LayerStates
 from foretell.model.config.attention import QueryScaling
 
+Queries: TypeAlias = Float[torch.Tensor, "*t h e"]
+Keys: TypeAlias = Float[torch.Tensor, "*t g e"]
+"""Keys or values, of the heads that several query heads share."""
+Merged: TypeAlias = Float[torch.Tensor, "*t he"]
+"""What all query heads give, one after the other."""
+HeadScores: TypeAlias = Float[torch.Tensor, " h"] | None
+"""A score per query head that joins the softmax and is dropped afterwards (gpt-oss, arXiv 2508.10925); None: none."""
+
 
 class AttentionBackend(ABC):
     """The attention of a decoder layer: over a cache in decoding, over whole sequences in training."""
@@ -19,22 +28,10 @@ class AttentionBackend(ABC):
     """Whether layers leave the rotation of queries and keys to it, where nothing comes between: `rotate_and_attend`."""
 
     @abstractmethod
-    def attend(
-        self,
-        layer: int,
-        q: Float[torch.Tensor, "*t h e"],
-        k: Float[torch.Tensor, "*t g e"],
-        v: Float[torch.Tensor, "*t g e"],
-        extra: Float[torch.Tensor, " h"] | None = None,
-    ) -> Float[torch.Tensor, "*t he"]:
-        """Attention of the new queries of a layer over earlier keys and values and the new ones.
+    def attend(self, layer: int, q: Queries, k: Keys, v: Keys, extra: HeadScores = None) -> Merged:
+        """Attention of the new queries of a layer over earlier keys and values and the new ones."""
 
-        `extra`: a score per query head that joins the softmax and is dropped afterwards (gpt-oss, arXiv 2508.10925).
-        """
-
-    def attend_shared(
-        self, layer: int, q: Float[torch.Tensor, "*t h e"], extra: Float[torch.Tensor, " h"] | None = None
-    ) -> Float[torch.Tensor, "*t he"]:
+    def attend_shared(self, layer: int, q: Queries, extra: HeadScores = None) -> Merged:
         """Attention of a layer that reads the keys and values of an earlier one.
 
         Raises:
@@ -45,12 +42,12 @@ class AttentionBackend(ABC):
     def rotate_and_attend(
         self,
         layer: int,
-        q: Float[torch.Tensor, "*t h e"],
-        k: Float[torch.Tensor, "*t g e"] | None,
-        v: Float[torch.Tensor, "*t g e"] | None,
+        q: Queries,
+        k: Keys | None,
+        v: Keys | None,
         angles: RopeAngles | None,
-        extra: Float[torch.Tensor, " h"] | None = None,
-    ) -> Float[torch.Tensor, "*t he"]:
+        extra: HeadScores = None,
+    ) -> Merged:
         """Attention of queries and keys that are still to be rotated by these angles (None: they are not rotated);
         without keys and values, over those of an earlier layer.
         """

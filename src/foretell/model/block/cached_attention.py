@@ -7,7 +7,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.model.block.attention import AttentionBackend, masked_attention, scale_queries
+from foretell.model.block.attention import (
+    AttentionBackend,
+    HeadScores,
+    Keys,
+    Merged,
+    Queries,
+    masked_attention,
+    scale_queries,
+)
 from foretell.model.cache.base import Cache
 from foretell.model.cache.block_table import BLOCK_SLOTS
 from foretell.model.cache.kv_cache import KVCache
@@ -103,14 +111,7 @@ class CachedAttention(AttentionBackend):
             self._states[store] = store.pass_states(self._layout)
         return LayerStates(self._states[store], index)
 
-    def attend(
-        self,
-        layer: int,
-        q: Float[torch.Tensor, "t h e"],
-        k: Float[torch.Tensor, "t g e"],
-        v: Float[torch.Tensor, "t g e"],
-        extra: Float[torch.Tensor, " h"] | None = None,
-    ) -> Float[torch.Tensor, "t he"]:
+    def attend(self, layer: int, q: Queries, k: Keys, v: Keys, extra: HeadScores = None) -> Merged:
         """Write the new keys and values to the cache, then attend to the slots that the layout makes visible."""
         self.write(layer, k, v)
         return self.attend_shared(layer, q, extra)
@@ -120,9 +121,7 @@ class CachedAttention(AttentionBackend):
         store, index = self._store(layer)
         store.write(index, self._placed.row, self._placed.slot, k, v)
 
-    def attend_shared(
-        self, layer: int, q: Float[torch.Tensor, "t h e"], extra: Float[torch.Tensor, " h"] | None = None
-    ) -> Float[torch.Tensor, "t he"]:
+    def attend_shared(self, layer: int, q: Queries, extra: HeadScores = None) -> Merged:
         """Attend to the slots that the layout makes visible."""
         c, padded, (store, index) = self._config, self._placed, self._store(layer)
         q = scale_queries(q, padded.position, c.query_scaling_of(layer)).to(store.dtype)

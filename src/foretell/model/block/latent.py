@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
-from foretell.model.block.decoder import DecoderBlock, HeadSizes, RMSNorm
+from foretell.model.block.layer import DecoderBlock, HeadSizes, RMSNorm
 from foretell.model.block.rope import RopeAngles, apply_rope
 from foretell.model.config.model import MLAConfig
 

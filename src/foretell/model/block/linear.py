@@ -7,7 +7,7 @@ from torch import nn
 
 from foretell.model.block.spec import LINEARS
 from foretell.model.matrices.hadamard import hadamard_matrix
-from foretell.model.triton import batch_invariant, runs_kernels
+from foretell.model.triton import batch_invariant, run, runs_kernels
 
 INT8_BLOCK = 64
 """Inputs that are rotated together. The CPU kernels use the same arithmetic and the same sizes."""
@@ -37,9 +37,7 @@ class Linear(nn.Module):
         if x.dtype == weight.dtype != torch.float64 and batch_invariant() and runs_kernels(x):
             from foretell.model.triton import products
 
-            launch, out = products.linear(x, weight, self.bias)
-            launch.run()
-            return out
+            return run(products.linear(x, weight, self.bias))
         return F.linear(x, weight, self.bias)
 
 

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from foretell.model.block.decoder import DecoderBlock, FeedForward, RMSNorm
 from foretell.model.block.latent import LATENT_EPS, LatentBlock, LatentProjection
+from foretell.model.block.layer import DecoderBlock, FeedForward, RMSNorm
 from foretell.model.block.layer_inputs import LayerInput
 from foretell.model.block.linear import AnyLinear, FactoredLinear, Linear
 from foretell.model.block.moe import DenseAndExperts, ExpertFeedForward

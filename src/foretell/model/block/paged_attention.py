@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from jaxtyping import Float
 
-from foretell.model.block.attention import query_factors
+from foretell.model.block.attention import HeadScores, Keys, Merged, Queries, query_factors
 from foretell.model.block.cached_attention import CachedAttention, StaticLayout
 from foretell.model.block.rope import RopeAngles
 from foretell.model.cache.base import Cache
 from foretell.model.cache.layout import Layout
 from foretell.model.cache.paged_layout import PagedLayout
 from foretell.model.config.model import ModelConfig
+from foretell.model.triton import run
 
 WIDEST_HEAD = 128 if torch.version.hip else 256
 """Numbers of a head that fit the memory of a multiprocessor; AMD's has 64 KiB."""
@@ -57,20 +58,11 @@ class PagedAttention(CachedAttention):
         tokens = torch.arange(placed.tokens).clamp(max=layout.token_count - 1)
         return StaticLayout(placed, tokens, torch.arange(layout.token_count), placed.shape)
 
-    def attend(
-        self,
-        layer: int,
-        q: Float[torch.Tensor, "t h e"],
-        k: Float[torch.Tensor, "t g e"],
-        v: Float[torch.Tensor, "t g e"],
-        extra: Float[torch.Tensor, " h"] | None = None,
-    ) -> Float[torch.Tensor, "t he"]:
+    def attend(self, layer: int, q: Queries, k: Keys, v: Keys, extra: HeadScores = None) -> Merged:
         """Write the new keys and values to the cache, then attend to the slots that the layout makes visible."""
         return self.rotate_and_attend(layer, q, k, v, None, extra)
 
-    def attend_shared(
-        self, layer: int, q: Float[torch.Tensor, "t h e"], extra: Float[torch.Tensor, " h"] | None = None
-    ) -> Float[torch.Tensor, "t he"]:
+    def attend_shared(self, layer: int, q: Queries, extra: HeadScores = None) -> Merged:
         """Attend to the slots that the layout makes visible."""
         return self.rotate_and_attend(layer, q, None, None, None, extra)
 
@@ -81,12 +73,12 @@ class PagedAttention(CachedAttention):
     def rotate_and_attend(
         self,
         layer: int,
-        q: Float[torch.Tensor, "t h e"],
-        k: Float[torch.Tensor, "t g e"] | None,
-        v: Float[torch.Tensor, "t g e"] | None,
+        q: Queries,
+        k: Keys | None,
+        v: Keys | None,
         angles: RopeAngles | None,
-        extra: Float[torch.Tensor, " h"] | None = None,
-    ) -> Float[torch.Tensor, "t he"]:
+        extra: HeadScores = None,
+    ) -> Merged:
         """The same with the rotation of queries and keys."""
         from foretell.model.triton import launch
 
@@ -104,9 +96,7 @@ class PagedAttention(CachedAttention):
 
         (store, index), scaling = self._store(layer), self._config.query_scaling_of(layer)
         factors = None if scaling is None or q is None else query_factors(scaling, self.position)
-        write, queries = launch.write_pages(q, k, v, angles, factors, store, index, self._placed)
-        write.run()
-        return queries
+        return run(launch.write_pages(q, k, v, angles, factors, store, index, self._placed))
 
 
 def _tile(config: ModelConfig) -> int:

@@ -13,7 +13,8 @@ from jaxtyping import Bool, Float
 from torch import nn
 
 from foretell.model.block.activation import activated, gated
-from foretell.model.block.decoder import Decoder, DecoderBlock, FeedForward
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import DecoderBlock, FeedForward
 from foretell.model.block.linear import Linear
 from foretell.model.config.model import ModelConfig
 

@@ -1,6 +1,7 @@
 """What layers with a recurrent state do between their input and output projections."""
 
 from abc import ABC, abstractmethod
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,8 @@ from foretell.model.block.linear import Linear, widen
 from foretell.model.cache.state_store import LayerStates
 from foretell.model.config.states import DeltaNetConfig, Mamba2Config, ShortConvConfig
 
+Projected: TypeAlias = Float[torch.Tensor, "t p"]
+Mixed: TypeAlias = Float[torch.Tensor, "t o"]
 _NORM_EPS = 1e-6
 """Added to the squared length of DeltaNet's queries and keys (as in transformers)."""
 
@@ -19,9 +22,7 @@ class StateMixer(nn.Module, ABC):
     """Mixes the tokens of a layer by its states, in place of attention."""
 
     @abstractmethod
-    def forward(
-        self, projected: Float[torch.Tensor, "t p"], x: Float[torch.Tensor, "t d"], states: LayerStates
-    ) -> Float[torch.Tensor, "t o"]:
+    def forward(self, projected: Projected, x: Float[torch.Tensor, "t d"], states: LayerStates) -> Mixed:
         """The input of the output projection; `projected` is the layer's input `x` after the input projection."""
 
 
@@ -48,9 +49,7 @@ class GatedDeltaNet(StateMixer):
             nn.Parameter(part, requires_grad=False) for part in (convolution, log_decay, time_bias, norm)
         )
 
-    def forward(
-        self, projected: Float[torch.Tensor, "t p"], x: Float[torch.Tensor, "t d"], states: LayerStates
-    ) -> Float[torch.Tensor, "t o"]:
+    def forward(self, projected: Projected, x: Float[torch.Tensor, "t d"], states: LayerStates) -> Mixed:
         """Convolution, delta rule, and gated norm."""
         c = self.config
         keys, values = c.key_heads * c.key_dim, c.value_heads * c.value_dim
@@ -84,9 +83,7 @@ class ShortConvolution(StateMixer):
         self.convolution = nn.Parameter(convolution, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
-    def forward(
-        self, projected: Float[torch.Tensor, "t p"], x: Float[torch.Tensor, "t d"], states: LayerStates
-    ) -> Float[torch.Tensor, "t o"]:
+    def forward(self, projected: Projected, x: Float[torch.Tensor, "t d"], states: LayerStates) -> Mixed:
         """Gate, convolution, gate."""
         before, after, value = widen(projected).chunk(3, -1)
         out = states.convolve(before * value, self.convolution.to(before.dtype))
@@ -121,9 +118,7 @@ class Mamba2(StateMixer):
             None if convolution_bias is None else nn.Parameter(convolution_bias, requires_grad=False)
         )
 
-    def forward(
-        self, projected: Float[torch.Tensor, "t p"], x: Float[torch.Tensor, "t d"], states: LayerStates
-    ) -> Float[torch.Tensor, "t o"]:
+    def forward(self, projected: Projected, x: Float[torch.Tensor, "t d"], states: LayerStates) -> Mixed:
         """Convolution, state space model, and gated norm."""
         c = self.config
         inner, shared = c.heads * c.head_dim, c.groups * c.state_dim

@@ -32,9 +32,9 @@ class BlockTable:
     number of blocks; None: none.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self) -> None:
         self.table: Int[np.ndarray, "r n"] = np.full((0, 0), NO_BLOCK, np.int32)
-        self.limit = limit
+        self.limit: int | None = None
         self._held: list[int] = []
         """Number of blocks of every row."""
         self._references: list[int] = []

@@ -153,7 +153,8 @@ def build_cache(
 
 def plan_stores(config: ModelConfig) -> tuple[list[AttentionSizes], dict[int, tuple[int, int]]]:
     """The sizes of the heads in each store of keys and values, and for every layer with attention its store and its
-    index there; layers that read the keys of another one have the place of that one.
+    index there; layers that read the keys of another one have the place of that one, or index 0 where that is of
+    another model.
     """
     attention = config.attention_layers
     sizes = list(dict.fromkeys(map(config.cache_sizes_of, attention))) or [config.cache_sizes_of(-1)]
@@ -165,7 +166,7 @@ def plan_stores(config: ModelConfig) -> tuple[list[AttentionSizes], dict[int, tu
             places[i] = store, counts[store]
             counts[store] += 1
         else:
-            places[i] = places[source]
+            places[i] = places[source] if source in places else (sizes.index(config.cache_sizes_of(i)), 0)
     return sizes, places
 
 

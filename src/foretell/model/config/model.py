@@ -142,7 +142,7 @@ class ModelConfig:
     """`head_dim` of the sliding-window layers; 0: as in the other layers. Gemma 4 has another one."""
     local_kv_heads: int = 0
     kv_layers: tuple[int, ...] = ()
-    """For every layer the one whose keys and values it reads; empty: its own."""
+    """For every layer the one whose keys and values it reads, from `layers` on one of another model; empty: its own."""
     reader_ffn: int = 0
     """`ffn` of the layers that read the keys and values of another one; 0: as in the other layers."""
     values_are_keys: bool = False

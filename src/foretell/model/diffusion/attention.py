@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 
-from foretell.model.block.attention import AttentionBackend
+from foretell.model.block.attention import AttentionBackend, HeadScores, Keys, Merged, Queries
 from foretell.model.config.model import ModelConfig
 
 
@@ -46,14 +46,7 @@ class MaskedAttention(AttentionBackend):
     def __init__(self, config: ModelConfig, mask: Bool[torch.Tensor, "#b 1 s s"] | None) -> None:
         self._scale, self._mask = config.scale, mask
 
-    def attend(
-        self,
-        layer: int,
-        q: Float[torch.Tensor, "b s h e"],
-        k: Float[torch.Tensor, "b s g e"],
-        v: Float[torch.Tensor, "b s g e"],
-        extra: Float[torch.Tensor, " h"] | None = None,
-    ) -> Float[torch.Tensor, "b s he"]:
+    def attend(self, layer: int, q: Queries, k: Keys, v: Keys, extra: HeadScores = None) -> Merged:
         """Every position attends to those that the mask allows."""
         return masked_scores(q, k, v, self._mask, self._scale)
 
@@ -107,14 +100,7 @@ class WindowAttention(AttentionBackend):
     ) -> None:
         self._scale, self._store, self._begin, self._end, self._mask = config.scale, store, begin, end, mask
 
-    def attend(
-        self,
-        layer: int,
-        q: Float[torch.Tensor, "1 n h e"],
-        k: Float[torch.Tensor, "1 n g e"],
-        v: Float[torch.Tensor, "1 n g e"],
-        extra: Float[torch.Tensor, " h"] | None = None,
-    ) -> Float[torch.Tensor, "1 n he"]:
+    def attend(self, layer: int, q: Queries, k: Keys, v: Keys, extra: HeadScores = None) -> Merged:
         """Write the window, then attend to all positions before the end."""
         self._store.write(layer, self._begin, k, v)
         keys, values = self._store.read(layer, self._end)

@@ -1,9 +1,8 @@
 """CPU kernels of the decoder, compiled on first use: close to memory bandwidth, and batch-invariant bit for bit."""
 
-from foretell.model.kernels.block_drafts import BlockDraftWeights, NativeBlockDrafts
 from foretell.model.kernels.build import available, load, unavailable_reason
+from foretell.model.kernels.drafts import BlockDraftWeights, EagleWeights, NativeBlockDrafts, NativeEagle
 from foretell.model.kernels.dynamic_tree import DynamicTrees, NodeLimits, Noise
-from foretell.model.kernels.eagle import EagleWeights, NativeEagle
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
 from foretell.model.kernels.row_ops import argmax, rms_norm, runs_on, topk, topk_softmax

@@ -33,6 +33,8 @@ FLAGS = (*packaged.FLAGS, "-march=native")
 _KERNELS = re.compile(r"kernels-[0-9a-f]{20}\.so")
 """Names of compiled kernels."""
 log = logging.getLogger(__name__)
+_COMPILE_SECONDS = 300
+"""How long the compiler may take."""
 _UNUSED_SECONDS = 30 * 86400
 """Time without use after which compiled kernels are removed: those of other versions of the library."""
 
@@ -272,7 +274,7 @@ def _compile(target: Path, compiler: str, compile_flags: Sequence[str], link_fla
             old.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix=unfinished_prefix(), dir=target.parent) as scratch:
         library = Path(scratch, "kernels.so")
-        packaged.compile_library(compiler, compile_flags, SOURCES, library, link_flags)
+        packaged.compile_library(compiler, compile_flags, SOURCES, library, link_flags, _COMPILE_SECONDS)
         # Opened before the move: under the target's name the loader could return an older library that is open already.
         opened = _open(library)
         if opened is None:

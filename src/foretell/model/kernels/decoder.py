@@ -12,15 +12,8 @@ from jaxtyping import Bool, Float, Int
 from foretell.core.context import ModelOutput, count_experts
 from foretell.core.tree import TokenTree
 from foretell.model.block.backend import Backend
-from foretell.model.block.decoder import (
-    BlockForward,
-    BlockOutput,
-    BlockRange,
-    Decoder,
-    DecoderBlock,
-    RMSNorm,
-    SkipSet,
-)
+from foretell.model.block.decoder import BlockForward, BlockOutput, BlockRange, Decoder, SkipSet
+from foretell.model.block.layer import DecoderBlock, RMSNorm
 from foretell.model.block.modules import to_weights
 from foretell.model.block.sparsity import NeuronRule, PredictedNeurons, check_sparse
 from foretell.model.block.spec import BlockWeights, LinearWeights

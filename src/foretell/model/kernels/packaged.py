@@ -32,17 +32,22 @@ def packaged_kernels(name: str, sources: Path) -> Path | None:
 
 
 def compile_library(
-    compiler: str, compile_flags: Iterable[str], sources: Path, library: Path, link_flags: Iterable[str]
+    compiler: str,
+    compile_flags: Iterable[str],
+    sources: Path,
+    library: Path,
+    link_flags: Iterable[str],
+    timeout: float | None = None,
 ) -> None:
     """Compile the translation units of a directory, all at once, and link them. Objects are written beside the library.
 
     Raises:
         subprocess.CalledProcessError: the compiler failed; the error has its output.
-        OSError, subprocess.SubprocessError: it could not be run, or did not end in five minutes.
+        OSError, subprocess.SubprocessError: it could not be run, or did not end in `timeout` seconds.
     """
 
     def run(command: list[str]) -> None:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout)
 
     units = sorted(sources.glob("*.cpp"))
     objects = [str(library.with_suffix(f".{unit.stem}.o")) for unit in units]

@@ -428,9 +428,9 @@ class NativeStack:
             struct.kept = layer_inputs
         return struct
 
-    def cache_struct(self, cache: Cache, layout: Layout | None = None) -> structures.Cache:
-        """The cache of blocks that share one, as an argument of the kernels; `layout`: as in `cache_structs`."""
-        return self.cache_structs(cache, layout)[0]
+    def cache_struct(self, cache: Cache) -> structures.Cache:
+        """The cache of blocks that share one, as an argument of the kernels."""
+        return self.cache_structs(cache)[0]
 
     def cache_structs(self, cache: Cache, layout: Layout | None = None) -> list[structures.Cache]:
         """The stores of keys and values of a cache as arguments of the kernels; `layout`: of the pass, for models with

@@ -4,7 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from foretell.model.block.decoder import Decoder, DecoderBlock, RMSNorm
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import DecoderBlock, RMSNorm
 from foretell.model.block.layer_inputs import LayerInputs
 from foretell.model.block.linear import Linear
 from foretell.model.block.modules import from_weights

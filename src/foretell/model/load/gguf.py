@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, UInt8
 
 from foretell.model.load.gguf_header import KIND_OF_TYPE, GGUFHeader, TensorInfo, block_size
 from foretell.model.load.nearest_blocks import Nearest, nearest_of
-from foretell.model.matrices.stored import FLOAT_KINDS, MadeRows, StoredMatrix, read_mapped
+from foretell.model.matrices.stored import FLOAT_KINDS, MadeRows, StoredMatrix, read_mapped, widen_q8_0
 
 _NUMBERS = 1 << 18
 """Numbers that become other blocks at a time: fewer stay in the cache, more let threads wait less for each other."""
@@ -68,6 +68,8 @@ class GGUF(GGUFHeader):
             return torch.from_numpy(raw.view(np.float32).reshape(e.shape).copy())
         if kind == "F16":
             return torch.from_numpy(raw.view(np.float16).reshape(e.shape).astype(np.float32))
+        if kind == "Q8_0":
+            return widen_q8_0(torch.from_numpy(raw)).reshape(e.shape)
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 

@@ -153,7 +153,6 @@ class GGUFWeights(Weights):
             combine=f"{at}nextn.eh_proj",
             embedding_norm=f"{at}nextn.enorm",
             hidden_norm=f"{at}nextn.hnorm",
-            norms_states=names.norms_states,
         )
 
     @property
@@ -179,18 +178,12 @@ class GGUFWeights(Weights):
         columns = self._columns(own)
         return tensor if columns is None else tensor[:, columns]
 
-    def require(self, name: str, *shape: int) -> Tensor:
-        """The tensor of this name and shape; dimensions of one may be left out or added.
-
-        Raises:
-            ValueError: it is missing or has another shape.
-        """
-        tensor = self.get(name)
-        if tensor is not None and tensor.shape != shape:
-            same = [size for size in tensor.shape if size != 1] == [size for size in shape if size != 1]
-            if same or (len(shape) == 1 and tensor.numel() == shape[0]):
-                return tensor.reshape(shape)
-        checked: Tensor = super().require(name, *shape)
+    def _checked(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The tensor in this shape; dimensions of one may be left out or added."""
+        same = [size for size in tensor.shape if size != 1] == [size for size in shape if size != 1]
+        if same or (len(shape) == 1 and tensor.numel() == shape[0]):
+            return tensor.reshape(shape)
+        checked: Tensor = super()._checked(name, tensor, shape)
         return checked
 
     def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:

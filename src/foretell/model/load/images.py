@@ -1,102 +1,168 @@
-"""Images before a text: prompts of vision-language models that transformers runs."""
+"""Images in prompts: transformers gives what the decoder reads in their places."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float
 
 from foretell.core.tree import tree_from_lists
-from foretell.model.load.transformers import HFRunner, ImagePrompt, import_transformers, load_error
+from foretell.model.load.transformers import HFRunner, import_transformers, load_error, load_vision, quiet
+from foretell.model.run.runner import PromptImages
 
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Formats of images that are opened."""
+_MOST_PIXELS = 1 << 25
+"""Larger images are refused before they are decoded."""
+_KEPT = 8
+"""Images whose embeddings are kept for later prompts, those used last."""
 _TOLERANCE = 0.02
 """Of the largest logit, between our passes behind an image and the model's own."""
 
 
+class ReadImage(NamedTuple):
+    """An image as a decoder reads it."""
+
+    tokens: tuple[int, ...]
+    """What stands in a prompt for the image; the image token in every place that has an embedding."""
+    embeddings: Float[torch.Tensor, "k d"]
+    digest: str
+
+
+class ImagePrompt(NamedTuple):
+    """A prompt in which every image stands for its tokens, and what the decoder reads in their places."""
+
+    tokens: list[int]
+    images: PromptImages
+
+
 @dataclass(frozen=True)
 class VisionLanguage:
-    """A vision-language model and the directory of its processor."""
+    """The part of a vision-language model that reads images, by transformers.
 
-    model: Any
+    `path`: the directory of the model and its processor. `image_token`: the token that stands for an image in a chat
+    template's output. `model`: the whole model, where transformers runs it; None: its vision encoder and connector
+    alone are read, when the first image comes. Any thread may ask.
+    """
+
     path: Path
+    image_token: int
+    device: torch.device
+    dtype: torch.dtype
+    model: Any = None
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+    _kept: dict[str, ReadImage] = field(default_factory=dict, repr=False, compare=False)
+    """By the digest of their file; the one used last at the end."""
 
-    def prompt(self, images: Sequence[Path], text: str, raw: bool) -> ImagePrompt:
-        """The prompt of one user message: the images, then the text. `raw`: the text itself names the places of the
-        images, and no chat template is applied.
+    def read(self, data: bytes) -> ReadImage:
+        """Read the file of an image.
 
         Raises:
-            ValueError: a file is no image, the processor cannot be loaded, the text does not name as many places as
-                there are images, or the model reads images in a way that token trees cannot follow.
+            ValueError: it is no image or has too many pixels, transformers or Pillow is missing, the model or its
+                processor cannot be loaded, or the model reads images in a way that token trees cannot follow.
         """
-        pictures = [_open(file) for file in images]
-        processor = self._processor()
-        if not raw and processor.chat_template:
-            content = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
-            text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-        elif not raw:
-            text = f"{processor.image_token * len(images)}\n{text}"
-        try:
-            inputs = processor(text=text, images=pictures, return_tensors="pt")
-        except Exception as error:  # Depends on the processor.
-            raise ValueError(f"{self.path}: its processor cannot read this prompt ({error})") from error
-        return self._read(inputs.to(self.model.device, self.model.dtype))
+        digest = hashlib.sha256(data).hexdigest()
+        with self._lock:  # one image at a time takes memory
+            read = self._kept.pop(digest, None) or self._read(_open(data), digest)
+            self._kept[digest] = read
+            if len(self._kept) > _KEPT:
+                del self._kept[next(iter(self._kept))]
+        return read
 
+    def place(self, tokens: Sequence[int], images: Sequence[ReadImage]) -> ImagePrompt:
+        """A prompt in which the n-th image token stands for the n-th image.
+
+        Raises:
+            ValueError: there are more or fewer image tokens than images, or none.
+        """
+        places = list(tokens).count(self.image_token)
+        if not images or places != len(images):
+            raise ValueError(f"the prompt names {places} places for images, and there are {len(images)} images")
+        left, expanded = iter(images), list[int]()
+        for token in tokens:
+            expanded += next(left).tokens if token == self.image_token else [token]
+        digest = hashlib.sha256("".join(image.digest for image in images).encode()).hexdigest()
+        positions = np.flatnonzero(np.array(expanded) == self.image_token)
+        return ImagePrompt(expanded, PromptImages(positions, torch.cat([i.embeddings for i in images]), digest))
+
+    @cached_property
     def _processor(self) -> Any:
+        transformers = import_transformers("images are read by transformers")
+        # SmolVLM's own processor needs packages for videos, and writes images as that of Idefics 3 does.
+        is_smolvlm = self._encoder.config.model_type == "smolvlm"
+        reader = transformers.Idefics3Processor if is_smolvlm else transformers.AutoProcessor
         try:
-            return import_transformers().AutoProcessor.from_pretrained(
-                self.path, local_files_only=True, trust_remote_code=False
-            )
+            with quiet(transformers):
+                return reader.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # Depends on the files that are there.
             raise load_error(self.path, error) from error
 
+    @cached_property
+    def _encoder(self) -> Any:
+        return load_vision(self.path, self.dtype, self.device) if self.model is None else self.model
+
     @torch.inference_mode()
-    def _read(self, inputs: Any) -> ImagePrompt:
-        """The model's own pass over the prompt: what its decoder sees in the place of each token, and its logits."""
-        seen: list[Float[torch.Tensor, "1 n d"]] = []
-
-        def note(module: Any, arguments: Any, named: Any) -> None:
-            if not seen and named.get("inputs_embeds") is not None:
-                seen.append(named["inputs_embeds"].clone())
-
-        text_config = self.model.config.get_text_config()
-        with ExitStack() as hooks:
-            for module in self.model.modules():
-                if module is not self.model and getattr(module, "config", None) is text_config:
-                    hooks.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
-            logits = self.model(**inputs, use_cache=False).logits[0, -1]
-        tokens = inputs["input_ids"]
-        if not seen or seen[0].shape[1] != tokens.shape[1]:
+    def _read(self, picture: Any, digest: str) -> ReadImage:
+        processor, encoder = self._processor, self._encoder.base_model
+        try:
+            inputs = processor(
+                text=str(processor.image_token), images=[picture], add_special_tokens=False, return_tensors="pt"
+            ).to(self.device, self.dtype)
+            embeddings = _embeddings(encoder, inputs)
+        except Exception as error:  # Depends on the processor and the model.
+            raise ValueError(f"{self.path}: this model cannot read this image ({error})") from error
+        tokens = tuple(inputs["input_ids"][0].tolist())
+        if embeddings is None or len(embeddings) != tokens.count(self.image_token):
             raise self._unreadable()
-        places = (seen[0] != self.model.get_input_embeddings()(tokens)).any(-1)[0]
-        if not places.any():
-            raise ValueError("the prompt names no place for an image: leave out --raw, or write the image token")
-        prompt = ImagePrompt(tuple(tokens[0].tolist()), seen[0][0], places.cpu().numpy())
-        self._check(prompt, logits)
-        return prompt
+        read = ReadImage(tokens, embeddings, digest)
+        if self.model is not None:
+            self._check(read, inputs)
+        return read
 
-    def _check(self, prompt: ImagePrompt, logits: Float[torch.Tensor, " v"]) -> None:
-        """Compare our reading of the prompt with the model's own."""
-        runner, n = HFRunner(self.model, prompt), len(prompt.tokens)
-        ours = runner.forward([0], tree_from_lists([prompt.tokens], [range(-1, n - 1)])).logits[-1]
-        if (ours - logits.to(ours.dtype)).abs().max() > _TOLERANCE * ours.abs().max():
+    def _check(self, read: ReadImage, inputs: Any) -> None:
+        """Compare our reading of an image with that of the whole model."""
+        runner, n, own = HFRunner(self.model), len(read.tokens), self.model(**inputs, use_cache=False).logits[0, -1]
+        runner.show(0, PromptImages(np.flatnonzero(np.array(read.tokens) == self.image_token), read.embeddings, ""))
+        ours = runner.forward([0], tree_from_lists([read.tokens], [range(-1, n - 1)])).logits[-1]
+        if (ours - own.to(ours.dtype)).abs().max() > _TOLERANCE * ours.abs().max():
             raise self._unreadable()
 
     def _unreadable(self) -> ValueError:
         return ValueError(
-            f"{type(self.model).__name__} reads images in a way that token trees cannot follow (positions or attention "
-            "of its own for them); use a model of the Llava or Idefics kind"
+            f"{self.path}: this model reads images in a way that token trees cannot follow (positions, attention or "
+            "embeddings of its own for them); use a model of the Llava or Idefics kind"
         )
 
 
-def _open(file: Path) -> Any:
+def _embeddings(encoder: Any, inputs: Mapping[str, Any]) -> Float[torch.Tensor, "k d"] | None:
+    """What the connector gives for the images of a prompt; None: the model has no such function."""
+    read = getattr(encoder, "get_image_features", None)
+    if read is None:
+        return None
+    known = inspect.signature(read).parameters
+    features = read(**{name: value for name, value in inputs.items() if name in known})
+    features = getattr(features, "pooler_output", features)
+    parts = [features] if isinstance(features, torch.Tensor) else features
+    return torch.cat([part.flatten(0, -2) for part in parts])
+
+
+def _open(data: bytes) -> Any:
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise ValueError("images need Pillow: pip install pillow") from error
     try:
-        return Image.open(file).convert("RGB")
-    except UnidentifiedImageError as error:
-        raise ValueError(f"{file}: not an image that Pillow reads; convert it to PNG or JPEG") from error
+        image = Image.open(BytesIO(data), formats=FORMATS)
+        if image.width * image.height <= _MOST_PIXELS:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # A damaged file raises nearly anything.
+        raise ValueError(f"not an image that can be read; give one of {', '.join(FORMATS)}") from error
+    raise ValueError(f"the image has {image.width} x {image.height} pixels, and at most {_MOST_PIXELS:,} are read")

@@ -1,13 +1,14 @@
 """Loads the multi-token prediction layer of a checkpoint, which shares embedding and head with the model."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from foretell.model.block.decoder import Decoder, RMSNorm, decoder_rope_tables
+from foretell.model.block.decoder import Decoder, decoder_rope_tables
+from foretell.model.block.layer import RMSNorm
 from foretell.model.block.linear import Int8Linear, Linear, quantize_int8
 from foretell.model.config.families import KINDS, family_of
 from foretell.model.config.families.base import PredictionNames
@@ -22,24 +23,22 @@ from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.native import packable_block
 from foretell.model.load.weights import DelegatedWeights, Weights
 from foretell.model.matrices.stored import StoredMatrix
-from foretell.model.run.mtp import MTPLayer
+from foretell.model.run.mtp import MTPLayer, MTPModule
 from foretell.model.run.network import Network
 
 Tensor = torch.Tensor
-_FIRST_LAYER = "model.layers.0."
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class _LayerWeights(DelegatedWeights):
-    """The tensors of the layer under the names of a model of one layer."""
+    """The tensors of the layers under the names of a model of these layers."""
 
     def __init__(self, weights: Weights, names: PredictionNames) -> None:
         super().__init__(weights)
         self._names = names
 
     def _name(self, name: str) -> str:
-        if name.startswith(_FIRST_LAYER):
-            return name.replace(_FIRST_LAYER, self._names.layer, 1)
-        return name
+        return _LAYER.sub(lambda index: self._names.of_module(int(index[1])).layer, name, count=1)
 
 
 def _known() -> list[str]:
@@ -98,7 +97,8 @@ def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path 
     if names is None:
         raise ValueError(
             f"mtp drafts with the multi-token prediction layer of a checkpoint, and {config.architecture} has none; "
-            f"architectures that have one: {', '.join(_known())}"
+            f"architectures that have one: {', '.join(_known())}; name the directory of Gemma 4's assistant with "
+            "--draft-model"
         )
     if file is None and weights.get(f"{weights.prediction_names(names).combine}.weight") is None:
         file = _beside(weights)
@@ -108,46 +108,63 @@ def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path 
     if not isinstance(target, Decoder | NativeDecoder):
         raise ValueError("mtp needs the whole model in memory; run it without a memory limit, or use another method")
     try:
-        matrix = weights.matrix(f"{names.combine}.weight", config.hidden, 2 * config.hidden)
+        weights.matrix(f"{names.combine}.weight", config.hidden, 2 * config.hidden)
     except ValueError as error:
         raise ValueError(
             f"this checkpoint was published without its multi-token prediction layer ({error}); use another method"
         ) from error
-    further = re.sub(r"\d+(?=\.$)", lambda index: str(int(index[0]) + 1), names.layer)
-    if weights.get(f"{further}input_layernorm.weight") is not None:
+    modules = [names]
+    while weights.get(f"{(further := names.of_module(len(modules))).layer}input_layernorm.weight") is not None:
+        modules.append(further)
+    if len(modules) > 1 and not names.several:
         raise ValueError(
-            f"this checkpoint has several layers of multi-token prediction ({names.layer}*, {further}*), which engines "
-            "chain in different ways; mtp supports one: use another method"
+            f"this checkpoint has several layers of multi-token prediction ({names.layer}*, {modules[1].layer}*), and "
+            "how they follow one another is known of those of DeepSeek and GLM in safetensors alone; use another method"
         )
-    experts = None if config.experts is None else replace(config.experts, layers=(0,))
-    single = replace(config, layers=1, state=None, experts=experts, context=target.config.context)
-    view = _LayerWeights(weights, names)
-    norm, *norms = (
-        RMSNorm(weights.require(f"{n}.weight", config.hidden).to(target.device), config.norm_eps, config.norm_offset)
-        for n in (names.norm, names.embedding_norm, names.hidden_norm)
-    )
+    chosen = tuple(range(len(modules)))
+    experts = None if config.experts is None else replace(config.experts, layers=chosen)
+    own = replace(config, layers=len(modules), state=None, experts=experts, context=target.config.context)
+    norms = [
+        [
+            RMSNorm(
+                weights.require(f"{n}.weight", config.hidden).to(target.device), config.norm_eps, config.norm_offset
+            )
+            for n in (each.norm, each.embedding_norm, each.hidden_norm)
+        ]
+        for each in modules
+    ]
+    matrices = [weights.matrix(f"{each.combine}.weight", config.hidden, 2 * config.hidden) for each in modules]
     build = _native if isinstance(target, NativeDecoder) else _torch
-    network, combine = build(single, view, target, norm, matrix)
-    return MTPLayer(network, combine, norms[0], norms[1], config.layers, names.norms_states)
+    network, combine = build(own, _LayerWeights(weights, names), target, norms[0][0], matrices)
+    parts = [MTPModule(each, *own_norms) for each, own_norms in zip(combine, norms, strict=True)]
+    return MTPLayer(network, parts, config.layers)
 
 
-_Parts = tuple[Network, Callable[[Tensor], Tensor]]
+_Parts = tuple[Network, list[Callable[[Tensor], Tensor]]]
 
 
-def _native(config: ModelConfig, weights: Weights, target: Network, norm: RMSNorm, matrix: StoredMatrix) -> _Parts:
+def _native(
+    config: ModelConfig, weights: Weights, target: Network, norm: RMSNorm, matrices: Sequence[StoredMatrix]
+) -> _Parts:
     assert isinstance(target, NativeDecoder)
     stack = NativeStack(config, [], target.precision, *decoder_rope_tables(config))
     outer = NativeDecoder.of_parts(config, target.embedding, stack, norm.weight.detach(), target.head)
-    block = stack.pack_block(0, packable_block(config, 0, weights, target.precision))
-    combine = NativeLinear(weights.round_matrix("the input of the layer", matrix), None, target.precision)
-    return outer.with_blocks([block]), combine
+    blocks = [stack.pack_block(i, packable_block(config, i, weights, target.precision)) for i in range(config.layers)]
+    combine: list[Callable[[Tensor], Tensor]] = [
+        NativeLinear(weights.round_matrix("the input of the layer", matrix), None, target.precision)
+        for matrix in matrices
+    ]
+    return outer.with_blocks(blocks), combine
 
 
-def _torch(config: ModelConfig, weights: Weights, target: Network, norm: RMSNorm, matrix: StoredMatrix) -> _Parts:
+def _torch(
+    config: ModelConfig, weights: Weights, target: Network, norm: RMSNorm, matrices: Sequence[StoredMatrix]
+) -> _Parts:
     assert isinstance(target, Decoder)
     table, device = target.embedding.data, target.device
-    block = build_block(config, 0, weights, table.dtype, device)
-    combine = Linear(matrix.widen().to(device, table.dtype))
+    blocks = [build_block(config, i, weights, table.dtype, device) for i in range(config.layers)]
+    combine: list[Callable[[Tensor], Tensor]] = [Linear(m.widen().to(device, table.dtype)) for m in matrices]
     if isinstance(target.head, Int8Linear):
-        quantize_int8(block)
-    return Decoder(config, table, [block], norm, target.head), combine
+        for block in blocks:
+            quantize_int8(block)
+    return Decoder(config, table, blocks, norm, target.head), combine

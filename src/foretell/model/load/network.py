@@ -3,7 +3,7 @@
 import torch
 
 from foretell.model import kernels as native
-from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.linear import quantize_int8
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch.utils._pytree import tree_map
 
 from foretell.core.context import ModelOutput
@@ -23,15 +23,15 @@ from foretell.model.cache.layout import index_marked
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.values import eos_token_ids
 from foretell.model.load.transformers_masks import LayerMasks, own_pass
-from foretell.model.run.runner import Layers, Marks, Rows, Runner
+from foretell.model.run.runner import Layers, Marks, PromptImages, ReadsImages, Rows, Runner
 from foretell.utils.validation import Fields
 
 _TREE_TOLERANCE = 0.05
 """Of the largest logit; above the rounding errors of bfloat16."""
 
 
-def import_transformers() -> Any:
-    """The transformers library.
+def import_transformers(purpose: str = "this model's architecture runs through transformers") -> Any:
+    """The transformers library; `purpose`: what needs it, for the message.
 
     Raises:
         ValueError: it is not installed.
@@ -39,9 +39,7 @@ def import_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ValueError(
-            "this model's architecture runs through transformers, which is missing: pip install foretell[hf]"
-        ) from error
+        raise ValueError(f"{purpose}, which is missing: pip install foretell[hf]") from error
     return transformers
 
 
@@ -87,26 +85,15 @@ class _Row:
         self.length, self.nodes = len(slots), []
 
 
-@dataclass(frozen=True)
-class ImagePrompt:
-    """A prompt with images: its tokens, what the decoder sees in the place of each, and which places are images."""
-
-    tokens: tuple[int, ...]
-    embeddings: Float[torch.Tensor, "n d"]
-    is_image: Bool[np.ndarray, " n"]
-
-
-class HFRunner(Runner):
+class HFRunner(Runner, ReadsImages):
     """Runs a `PreTrainedModel` with a head, one batch row at a time; trees by 4-D masks and position ids.
-
-    `images`: the prompt that its rows begin with, where the model reads images.
 
     Raises:
         ValueError: the model cannot run trees: it takes no position ids, has a recurrent state instead of a key-value
             cache, or windows that are counted in places of the cache.
     """
 
-    def __init__(self, model: Any, images: ImagePrompt | None = None) -> None:
+    def __init__(self, model: Any) -> None:
         name = type(model).__name__
         positions = "position_ids" in inspect.signature(model.forward).parameters
         if not positions or model._is_stateful:
@@ -117,7 +104,7 @@ class HFRunner(Runner):
         self.config = model_config_of(model)
         self.vocab, self.context = self.config.vocab, self.config.context
         self._rows: dict[int, _Row] = {}
-        self._images = images
+        self._images: dict[int, PromptImages | None] = {}
 
     @property
     def backend(self) -> Backend:
@@ -135,6 +122,27 @@ class HFRunner(Runner):
         """Run nodes of a tree; see `Runner.forward`.
 
         Raises:
+            ValueError: as `check`.
+        """
+        self.check(tree, hidden_layers)
+        active = tree.active if active is None else active
+        wanted = active if scored is None else active & scored
+        outputs = [
+            self._run(row, tree, i, np.nonzero(active[i])[0].tolist(), bool(hidden_layers))
+            for i, row in enumerate(rows)
+            if active[i].any()
+        ]
+        logits = torch.cat([o.logits[0] for o in outputs])
+        hidden_states = tuple(
+            torch.cat([o.hidden_states[min(t, self.config.layers)][0] for o in outputs]) for t in hidden_layers
+        )
+        chosen = torch.from_numpy(wanted[active]).to(logits.device)
+        return ModelOutput(widen(logits[chosen]), index_marked(wanted), hidden_states, index_marked(active))
+
+    def check(self, tree: TokenTree, hidden_layers: Layers) -> None:
+        """Check that transformers can run this tree and return these hidden states.
+
+        Raises:
             ValueError: the last block's output before the final norm is asked for, which transformers does not return;
                 or the tree has probe embeddings.
         """
@@ -146,27 +154,21 @@ class HFRunner(Runner):
             raise ValueError(
                 "this method passes embeddings to the target, which needs foretell's own decoder: use another method"
             )
-        active = tree.active if active is None else active
-        wanted = active if scored is None else active & scored
-        outputs = [
-            self._run(self._row(row), tree, i, np.nonzero(active[i])[0].tolist(), bool(hidden_layers))
-            for i, row in enumerate(rows)
-            if active[i].any()
-        ]
-        logits = torch.cat([o.logits[0] for o in outputs])
-        hidden_states = tuple(
-            torch.cat([o.hidden_states[min(t, self.config.layers)][0] for o in outputs]) for t in hidden_layers
-        )
-        chosen = torch.from_numpy(wanted[active]).to(logits.device)
-        return ModelOutput(widen(logits[chosen]), index_marked(wanted), hidden_states, index_marked(active))
 
     def _row(self, row: int) -> _Row:
         if row not in self._rows:
             self._rows[row] = _Row(import_transformers().DynamicCache())
         return self._rows[row]
 
-    def _run(self, row: _Row, tree: TokenTree, i: int, nodes: list[int], hidden_states: bool) -> Any:
-        """One forward pass over nodes of row `i` of the tree. A node that ran already means that this is a new tree."""
+    def show(self, row: int, images: PromptImages | None) -> None:
+        """Let a row read these images; see `ReadsImages.show`."""
+        self._images[row] = images
+
+    def _run(self, number: int, tree: TokenTree, i: int, nodes: list[int], hidden_states: bool) -> Any:
+        """One forward pass over nodes of row `i` of the tree, in the row of this number of the cache. A node that ran
+        already means that this is a new tree.
+        """
+        row = self._row(number)
         if not set(nodes).isdisjoint(row.nodes):
             row.crop(row.length)
         row.nodes += nodes
@@ -180,7 +182,7 @@ class HFRunner(Runner):
         keys = np.concatenate([np.arange(row.length), row.length + tree.depth[i, row.nodes]])
         mask = self.masks.of(visible, torch.from_numpy(positions), torch.from_numpy(keys), dtype)
         return self.model(
-            **self._inputs(tree.token[i, nodes], positions),
+            **self._inputs(tree.token[i, nodes], positions, self._images.get(number)),
             position_ids=torch.from_numpy(positions)[None].to(device),
             attention_mask=tree_map(lambda m: m.to(device), mask),
             use_cache=True,
@@ -188,15 +190,17 @@ class HFRunner(Runner):
             **{self._cache_argument: row.cache},
         )
 
-    def _inputs(self, tokens: Int[np.ndarray, " n"], positions: Int[np.ndarray, " n"]) -> dict[str, torch.Tensor]:
+    def _inputs(
+        self, tokens: Int[np.ndarray, " n"], positions: Int[np.ndarray, " n"], images: PromptImages | None
+    ) -> dict[str, torch.Tensor]:
         """The tokens, or where there are images their embeddings with those of the images in their places."""
         ids = torch.from_numpy(tokens)[None].to(self.model.device)
-        if self._images is None:
+        if images is None:
             return {"input_ids": ids}
         embeddings = self.model.get_input_embeddings()(ids).clone()
-        known = np.minimum(positions, len(self._images.tokens) - 1)
-        here = (positions == known) & self._images.is_image[known] & (np.array(self._images.tokens)[known] == tokens)
-        embeddings[0, here] = self._images.embeddings[known[here]]
+        here = np.isin(positions, images.positions)
+        place = torch.from_numpy(np.searchsorted(images.positions, positions[here]))
+        embeddings[0, torch.from_numpy(here)] = images.embeddings[place].to(embeddings)
         return {"inputs_embeds": embeddings}
 
     def commit(self, row: int, path: Sequence[int]) -> None:
@@ -229,37 +233,15 @@ def model_config_of(model: Any) -> ModelConfig:
     )
 
 
-def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+def load_hf(path: Path, dtype: torch.dtype, device: torch.device, **options: Any) -> Any:
     """Load a causal or a vision-language model with transformers, and check that it runs token trees correctly.
+    `options`: further ones of `from_pretrained`.
 
     Raises:
         ValueError: transformers is missing or cannot load the model, there is no safetensors file, a weight is missing,
             or the check fails.
     """
-    transformers = import_transformers()
-    try:
-        with _quiet(transformers):
-            model, report = _model_class(transformers, path).from_pretrained(
-                path,
-                dtype=dtype,
-                attn_implementation="eager",
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-    except Exception as error:  # Depends on the architecture and on what is wrong with the configuration.
-        raise load_error(path, error) from error
-    for name, shape, wanted in sorted(report["mismatched_keys"]):
-        raise ValueError(f"{path}: {name} has shape {tuple(shape)}, the configuration asks for {tuple(wanted)}")
-    missing = sorted(report["missing_keys"])
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(
-            f"{path}: the checkpoint has no {missing[0]}{more}, which transformers would fill with random numbers; is "
-            "it complete?"
-        )
+    model = _from_pretrained(import_transformers(), path, dtype, **options)
     try:
         runner = HFRunner(model.to(device))
         _check_trees(runner)
@@ -271,8 +253,63 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     return model
 
 
+def load_vision(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """The vision encoder and the connector of a vision-language model, in a model whose decoder has no layers and one
+    token.
+
+    Raises:
+        ValueError: as `load_hf`, but for the check.
+    """
+    transformers = import_transformers("images are read by transformers")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        text = config.get_text_config()
+        text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+        if getattr(text, "layer_types", None):
+            text.layer_types = []
+    except Exception as error:  # Depends on the configuration.
+        raise load_error(path, error) from error
+    return _from_pretrained(transformers, path, dtype, config).to(device).eval()
+
+
+def _from_pretrained(transformers: Any, path: Path, dtype: torch.dtype, config: Any = None, **options: Any) -> Any:
+    """The model of a directory; `config`: another configuration, whose decoder has one token. `options`: further ones
+    of `from_pretrained`.
+
+    Raises:
+        ValueError: see `load_hf`.
+    """
+    try:
+        with quiet(transformers):
+            model, report = model_class(path)[0].from_pretrained(
+                path,
+                **({} if config is None else {"config": config}),
+                dtype=dtype,
+                attn_implementation="eager",
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
+            )
+    except Exception as error:  # Depends on the architecture and on what is wrong with the configuration.
+        raise load_error(path, error) from error
+    for name, shape, wanted in sorted(report["mismatched_keys"]):
+        if config is None or wanted[0] != 1:
+            raise ValueError(f"{path}: {name} has shape {tuple(shape)}, the configuration asks for {tuple(wanted)}")
+    missing = sorted(report["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"{path}: the checkpoint has no {missing[0]}{more}, which transformers would fill with random numbers; is "
+            "it complete?"
+        )
+    return model
+
+
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def quiet(transformers: Any) -> Iterator[None]:
     """Without bars and warnings of transformers, whose report about the weights is checked here instead."""
     logging = transformers.utils.logging
     logging.disable_progress_bar()
@@ -291,12 +328,13 @@ def reads_images(model: Any) -> bool:
     return getattr(model.config, "vision_config", None) is not None
 
 
-def _model_class(transformers: Any, path: Path) -> Any:
-    """The class that loads causal language models, or vision-language models."""
+def model_class(path: Path) -> tuple[Any, Any]:
+    """The class that loads causal language models, or vision-language models, and the configuration."""
+    transformers = import_transformers()
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if getattr(config, "vision_config", None) is not None:
-        return transformers.AutoModelForImageTextToText
-    return transformers.AutoModelForCausalLM
+        return transformers.AutoModelForImageTextToText, config
+    return transformers.AutoModelForCausalLM, config
 
 
 def load_error(path: Path, error: Exception) -> ValueError:

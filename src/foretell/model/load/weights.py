@@ -32,7 +32,7 @@ _QUANTIZED = re.compile(
 MLX.
 """
 _LAYER = re.compile(
-    r"(?:(?:(?:language_model\.)?model\.(?:language_model\.)?|backbone\.|)layers|model\.transformer\.blocks)"
+    r"(?:(?:(?:language_model\.)?model\.(?:(?:language|text)_model\.)?|backbone\.|)layers|model\.transformer\.blocks)"
     r"\.(\d+)\.(.+)"
 )
 """Names of the tensors of a layer: its number, and the tensor in it."""
@@ -230,7 +230,8 @@ def candidate_names(name: str) -> tuple[str, ...]:
 
     Nemotron-H calls the model `backbone`, and its embedding `embeddings`; a base model is saved without `model.`.
     """
-    multimodal = f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
+    inner = (name.replace("model.", f"model.{part}.", 1) for part in ("language_model", "text_model"))
+    multimodal = f"language_model.{name}", *inner
     backbone = name.replace("embed_tokens", "embeddings")
     return name, *multimodal, backbone.replace("model.", "backbone.", 1), backbone, name.removeprefix("model.")
 

@@ -86,10 +86,6 @@ class CompactRunner(NetworkRunner):
         missing = np.array([self.missing.get(row, 0) for row in rows], np.int32).repeat(active.sum(1))
         return replace(layout, position=layout.position + torch.from_numpy(missing)), index
 
-    def _reserve(self, rows: Sequence[int], nodes: int) -> None:
-        self._length += [0] * (max(rows) + 1 - len(self._length))
-        self.cache.reserve(rows, [self.slots(row) + nodes for row in rows])
-
 
 def check_whole(runner: Runner) -> None:
     """Refuse a target that keeps a part of its keys and values.
@@ -126,7 +122,7 @@ def observe_queries(
         extra_slots=torch.zeros(count, 0, dtype=torch.int32),
         queries=queries,
     )
-    network.run(network.embed(torch.tensor(tokens)), layout, runner.cache, BlockRange(0, c.layers))
+    network.run(runner.embed(np.array(tokens), layout), layout, runner.cache, BlockRange(0, c.layers))
     return queries.view(c.layers, count, c.kv_heads, -1, c.head_dim) * c.scale
 
 

@@ -26,7 +26,7 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
         """`beside`: a runner whose cache it shares; None: it has its own."""
         super().__init__(network)
         if beside is not None:
-            self.cache, self._length = beside.cache, beside._length
+            self.cache, self._length, self._images = beside.cache, beside._length, beside._images
         self._tree_network = network if isinstance(network, TreeNetwork) and network.forwards_trees else None
         self._begun: list[PartialPass] = []
         """Passes that have run their first layers since the last `forward`."""
@@ -49,7 +49,7 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
             continued = self._resume(rows, tree, begun, active if scored is None else scored & active)
             if continued.depth.any() and min(hidden_layers, default=self.network.config.layers) >= continued.layers:
                 return self._finish(continued, active, scored, hidden_layers)
-        if self._tree_network is not None and tree.probe_embeddings is None:
+        if self._tree_network is not None and tree.probe_embeddings is None and not self.reads_images(rows):
             marked = active if scored is None else scored
             return self._tree_network.forward_tree(tree, rows, length, self.cache, active, marked, tuple(hidden_layers))
         return self._forward_layers(rows, tree, length, active, scored, hidden_layers)
@@ -58,10 +58,12 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
         """A pass that runs its first layers now; see `RunsLayers.begin_pass`."""
         self._reserve(rows, tree.nodes)
         self._begun = [p for p in self._begun if not set(p.rows) & set(rows)]
-        self._begun.append(
-            PartialPass(self.network, self.cache, rows, tree, [self._length[row] for row in rows], self._reserve)
-        )
+        self._begun.append(self._new_pass(rows, tree))
         return self._begun[-1]
+
+    def _new_pass(self, rows: Sequence[int], tree: TokenTree) -> PartialPass:
+        length = [self._length[row] for row in rows]
+        return PartialPass(self.network, self.cache, rows, tree, length, self._reserve, self.embed)
 
     @torch.inference_mode()
     def forward_draft(
@@ -75,10 +77,10 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
         """Run nodes with another network over this cache; see `DraftsInCache.forward_draft`."""
         self._reserve(rows, tree.nodes)
         length = [self._length[row] for row in rows]
-        if isinstance(network, TreeNetwork) and network.forwards_trees:
+        if isinstance(network, TreeNetwork) and network.forwards_trees and not self.reads_images(rows):
             return network.forward_tree(tree, rows, length, self.cache, active, scored, ())
         layout, index = self._layout(tree, rows, length, active)
-        x = network.embed(torch.from_numpy(tree.token[active]))
+        x = self.embed(tree.token[active], layout, network)
         states = network.run(x, layout, self.cache, BlockRange(0, network.config.layers)).hidden_states[-1]
         wanted = torch.from_numpy(index[scored & active]).to(states.device)
         logits = network.logits(network.final_norm(states[wanted]))
@@ -94,7 +96,7 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
         """The pass over a tree, as far as others have run it."""
         if len(begun) == 1 and begun[0].tree is tree and begun[0].rows == tuple(rows) and not begun[0].filled.any():
             return begun[0]
-        resumed = PartialPass(self.network, self.cache, rows, tree, [self._length[row] for row in rows], self._reserve)
+        resumed = self._new_pass(rows, tree)
         for part in begun:
             resumed.adopt(part, scored)
         return resumed

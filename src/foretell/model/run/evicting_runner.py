@@ -55,10 +55,7 @@ class EvictingRunner(CompactRunner):
     @torch.inference_mode()
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree, and evict what is beyond the budget."""
-        self.cache.keep(row, self.slots(row), path)
-        if self.attention_sums is not None:
-            self.attention_sums.commit(row, path, self.slots(row))
-        self._length[row] += len(path)
+        super().commit(row, path)
         nodes, is_decode = self._read[row]
         self._tokens.setdefault(row, []).extend(nodes[j] for j in path)
         if is_decode and self.slots(row) > self.policy.budget + EVICTION_INTERVAL:
@@ -75,13 +72,11 @@ class EvictingRunner(CompactRunner):
     def truncate(self, row: int, length: int) -> None:
         """Forget a row's tokens from `length` on; all of them where keys were evicted."""
         if row < len(self._length):
-            self._length[row] = length = self.restorable(row, length)
+            length = self.restorable(row, length)
             if not length:
                 self.missing.pop(row, None)
             self._tokens[row] = self._tokens.get(row, [])[:length]
-            self.cache.truncate(row, self.slots(row))
-            if self.attention_sums is not None:
-                self.attention_sums.truncate(row, self.slots(row))
+            super().truncate(row, length)
 
     def restorable(self, row: int, length: int) -> int:
         """The number of tokens that `truncate(row, length)` leaves."""

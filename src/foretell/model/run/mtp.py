@@ -1,14 +1,16 @@
-"""The multi-token prediction layer of a checkpoint (DeepSeek-V3, arXiv 2412.19437): a decoder layer that predicts the
-token after the next one.
+"""The multi-token prediction layers of a checkpoint (DeepSeek-V3, arXiv 2412.19437): decoder layers of which the first
+predicts the token after the next one, and each further one the token after that.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.model.block.decoder import BlockRange, RMSNorm
+from foretell.model.block.decoder import BlockRange
+from foretell.model.block.layer import RMSNorm
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
 from foretell.model.kernels import NativeEagle
@@ -16,17 +18,27 @@ from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.network import Network
 from foretell.model.run.topk import top_probabilities
 
-_BLOCK = BlockRange(0, 1)
+
+@dataclass(frozen=True)
+class MTPModule:
+    """What a layer has beside its block: the norms of its two inputs, the matrix that combines them, and the norm of
+    its output.
+    """
+
+    combine: Callable[[torch.Tensor], torch.Tensor]
+    norm: RMSNorm
+    embedding_norm: RMSNorm
+    hidden_norm: RMSNorm
 
 
 class MTPLayer:
     """Reads position `j` from the target's hidden state there, after its final norm, and the embedding of token
-    `j + 1`: both normed and concatenated, through one matrix (`combine`), and a decoder layer. The target's head
-    predicts token `j + 2` from the layer's output. Positions that the target has not read use that output in place of
-    the hidden state.
+    `j + 1`: both normed and concatenated, through one matrix, a decoder layer and a norm. The target's head predicts
+    token `j + 2` from that output. A single layer reads positions that the target has not read with its output in place
+    of the hidden state. Of several, layer `k` reads at position `j` the output there of the layer before, and the
+    embedding of token `j + k + 1` (transformers' `MtpModel`).
 
-    `network`: the layer as a network of one block, with the norm before the head, and the target's embedding and head.
-    `norms_states`: whether what the next position reads is the output after that norm.
+    `network`: the layers as the blocks of a network, with the target's embedding and head.
     """
 
     token_of: torch.Tensor | None = None
@@ -36,14 +48,10 @@ class MTPLayer:
     def __init__(
         self,
         network: Network,
-        combine: Callable[[torch.Tensor], torch.Tensor],
-        embedding_norm: RMSNorm,
-        hidden_norm: RMSNorm,
+        modules: Sequence[MTPModule],
         target_layers: int,
-        norms_states: bool,
     ) -> None:
-        self._network, self._combine, self._norms_states = network, combine, norms_states
-        self._embedding_norm, self._hidden_norm = embedding_norm, hidden_norm
+        self._network, self.modules = network, tuple(modules)
         self.hidden_layers = (target_layers + 1,)
         self.hidden, self.outputs = network.config.hidden, network.config.vocab
         self.context = network.config.context - 1
@@ -57,7 +65,7 @@ class MTPLayer:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of its outputs."""
-        return self._embedding_norm.weight.dtype
+        return self.modules[0].norm.weight.dtype
 
     def new_cache(self, device: torch.device) -> KVCache:
         """An empty cache."""
@@ -76,11 +84,25 @@ class MTPLayer:
         """Outputs for tokens over a cache, which takes the new keys and values; token `i` follows row `parent[i]` of
         the hidden states.
         """
-        embedded = self._embedding_norm(self._network.embed(token))
-        hidden = self._hidden_norm(features[parent.to(features.device)].to(embedded.device, embedded.dtype))
-        x = self._combine(torch.cat((embedded, hidden), -1)).to(embedded.dtype)
-        out = self._network.run(x, layout, cache, _BLOCK).hidden_states[-1]
-        return self._network.final_norm(out) if self._norms_states else out
+        return self.forward_module(0, token, features[parent.to(features.device)], layout, cache)
+
+    def forward_module(
+        self,
+        index: int,
+        token: Int[torch.Tensor, " t"],
+        hidden: Float[torch.Tensor, "t d"],
+        layout: Layout,
+        cache: KVCache,
+    ) -> Float[torch.Tensor, "t d"]:
+        """Outputs of one of the layers for tokens, each with its own hidden state."""
+        module = self.modules[index]
+        embedded = module.embedding_norm(self._network.embed(token))
+        hidden = module.hidden_norm(hidden.to(embedded.device, embedded.dtype))
+        x = module.combine(torch.cat((embedded, hidden), -1)).to(embedded.dtype)
+        out: torch.Tensor = module.norm(
+            self._network.run(x, layout, cache, BlockRange(index, index + 1)).hidden_states[-1]
+        )
+        return out
 
     def forward_target_states(
         self,
@@ -94,8 +116,8 @@ class MTPLayer:
         return self.forward_features(token, states[0], torch.from_numpy(place), layout, cache)
 
     def head_input(self, out: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
-        """The input of the head, from the outputs."""
-        return out if self._norms_states else self._network.final_norm(out)
+        """The input of the head: the outputs themselves."""
+        return out
 
     def compute_logits(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t v"]:
         """Logits from inputs of the head."""

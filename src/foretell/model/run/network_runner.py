@@ -14,12 +14,12 @@ from foretell.model.block.decoder import BlockRange
 from foretell.model.cache.attention_sums import AttentionSums
 from foretell.model.cache.layout import Layout, index_marked
 from foretell.model.run.network import Network
-from foretell.model.run.runner import LimitsCache, Runner
+from foretell.model.run.runner import LimitsCache, PromptImages, ReadsImages, Runner
 from foretell.utils.inference import in_inference_mode
 from foretell.utils.transfer import to_device, to_host
 
 
-class NetworkRunner(Runner, LimitsCache):
+class NetworkRunner(Runner, LimitsCache, ReadsImages):
     """A `Network` with its cache, layer by layer."""
 
     def __init__(self, network: Network) -> None:
@@ -27,6 +27,8 @@ class NetworkRunner(Runner, LimitsCache):
         self.cache = network.new_cache()
         self.vocab, self.context = network.config.vocab, network.config.context
         self._length: list[int] = []
+        self._images: dict[int, PromptImages] = {}
+        """What rows read in place of some tokens of their prompts."""
         self.attention_sums: AttentionSums | None = None
         """What every cached key has received of the softmax, where a cache policy needs it."""
 
@@ -44,6 +46,10 @@ class NetworkRunner(Runner, LimitsCache):
         """Number of committed tokens of a row."""
         return self._length[row] if row < len(self._length) else 0
 
+    def slots(self, row: int) -> int:
+        """Number of slots that the tokens of a row take."""
+        return self.length(row)
+
     @torch.inference_mode()
     def _forward_layers(
         self,
@@ -58,7 +64,7 @@ class NetworkRunner(Runner, LimitsCache):
         layout, index = self._layout(tree, rows, length, active)
         if self.attention_sums is not None:
             layout = self.attention_sums.record(layout, rows, index)
-        x = self._embed(tree.token[active], tree.probe_embeddings)
+        x = self.embed(tree.token[active], layout, probe_embeddings=tree.probe_embeddings)
         states, route_tensors = self._hidden_states(x, layout, hidden_layers)
         routes = tuple(layer.numpy() for layer in to_host(route_tensors))
         output = self._output(states, index, active, scored, hidden_layers, count_experts(routes))
@@ -92,16 +98,50 @@ class NetworkRunner(Runner, LimitsCache):
         hidden = tuple(states[layer] for layer in hidden_layers)
         return ModelOutput(logits, logit_index, hidden, index, experts=expert_counts)
 
-    def _embed(
-        self, token: Int[np.ndarray, " t"], probe_embeddings: Float[torch.Tensor, "e d"] | None
+    def show(self, row: int, images: PromptImages | None) -> None:
+        """Let a row read these images; see `ReadsImages.show`."""
+        self._images.pop(row, None)
+        if images is not None:
+            self._images[row] = images
+
+    def reads_images(self, rows: Sequence[int]) -> bool:
+        """Whether one of the rows has yet to read an image."""
+        shown = ((self._images.get(row), self.length(row)) for row in rows) if self._images else ()
+        return any(images is not None and images.positions[-1] >= length for images, length in shown)
+
+    def embed(
+        self,
+        token: Int[np.ndarray, " t"],
+        layout: Layout,
+        network: Network | None = None,
+        probe_embeddings: Float[torch.Tensor, "e d"] | None = None,
     ) -> Float[torch.Tensor, "t d"]:
-        """Input of the first block; ids from the vocabulary's size on index `probe_embeddings`.
+        """Input of the first block of a network (None: the own one) for the tokens of a layout: their embeddings, or
+        what their row reads of an image in their place. Ids from the vocabulary's size on index `probe_embeddings`.
 
         Raises:
             ValueError: the layers read more of a token than its embedding.
         """
+        network = self.network if network is None else network
         if probe_embeddings is None:
-            return self.network.embed(torch.from_numpy(token))
+            x = network.embed(torch.from_numpy(token))
+        else:
+            x = self._embed_probes(token, probe_embeddings)
+        if not self._images:
+            return x
+        row, position = layout.row.numpy(), layout.position.numpy()
+        for each in set(row.tolist()).intersection(self._images):
+            images = self._images[each]
+            token_index = np.flatnonzero((row == each) & np.isin(position, images.positions))
+            if len(token_index):
+                place = np.searchsorted(images.positions, position[token_index])
+                embeddings = images.embeddings[torch.from_numpy(place)].to(x)
+                x[to_device(token_index, x.device)] = embeddings
+        return x
+
+    def _embed_probes(
+        self, token: Int[np.ndarray, " t"], probe_embeddings: Float[torch.Tensor, "e d"]
+    ) -> Float[torch.Tensor, "t d"]:
         if self.network.config.layer_inputs is not None:
             raise ValueError(
                 f"trained prompt tokens need a model that reads an embedding per token alone, and the layers of this "
@@ -129,14 +169,15 @@ class NetworkRunner(Runner, LimitsCache):
 
     def _reserve(self, rows: Sequence[int], nodes: int) -> None:
         self._length += [0] * (max(rows) + 1 - len(self._length))
-        self.cache.reserve(rows, [self._length[row] + nodes for row in rows])
+        self.cache.reserve(rows, [self.slots(row) + nodes for row in rows])
 
     @in_inference_mode
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree as the row's next tokens."""
-        self.cache.keep(row, self._length[row], path)
+        slots = self.slots(row)
+        self.cache.keep(row, slots, path)
         if self.attention_sums is not None:
-            self.attention_sums.commit(row, path, self._length[row])
+            self.attention_sums.commit(row, path, slots)
         self._length[row] += len(path)
 
     @torch.inference_mode()
@@ -144,9 +185,9 @@ class NetworkRunner(Runner, LimitsCache):
         """Forget a row's tokens from `length` on; see `Runner.truncate`."""
         if row < len(self._length):
             self._length[row] = self.restorable(row, length)
-            self.cache.truncate(row, int(self._length[row]))
+            self.cache.truncate(row, self.slots(row))
             if self.attention_sums is not None:
-                self.attention_sums.truncate(row, self._length[row])
+                self.attention_sums.truncate(row, self.slots(row))
 
     def restorable(self, row: int, length: int) -> int:
         """The number of tokens that `truncate(row, length)` leaves."""

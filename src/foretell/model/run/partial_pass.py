@@ -70,7 +70,8 @@ class PartialPass:
     """The nodes of token trees, each with the number of layers that it has passed and the state after them.
 
     Node `j` of request `i` has cache slot `length[i] + j`, as in a pass of all layers, so that the pass over the same
-    tree goes on from here. The tree may grow by further nodes. `reserve` makes room for so many nodes in some rows.
+    tree goes on from here. The tree may grow by further nodes. `reserve` makes room for so many nodes in some rows,
+    `embed` gives the input of the first layer for the tokens of a layout.
 
     Raises:
         ValueError: see `check_spans`.
@@ -84,9 +85,10 @@ class PartialPass:
         tree: TokenTree,
         length: Sequence[int],
         reserve: Callable[[Sequence[int], int], None],
+        embed: Callable[[Int[np.ndarray, " t"], Layout], Float[torch.Tensor, "t d"]],
     ) -> None:
         check_spans(network.config)
-        self._reserve = reserve
+        self._reserve, self._embed = reserve, embed
         self._network, self.cache, self.layers = network, cache, network.config.layers
         self.rows, self.length, self.tree = tuple(rows), np.array(length), tree
         self.depth: Int[np.ndarray, "b n"] = np.zeros(tree.token.shape, np.int64)
@@ -142,7 +144,8 @@ class PartialPass:
         self._skip_from, self._skip_to = first, np.repeat(last[:, None], self.tree.nodes, 1)
         if not first:
             everything = np.ones(self.tree.token.shape, bool)
-            self._keep(everything, self._network.embed(torch.from_numpy(self.tree.token[everything])))
+            layout, _ = Layout.from_tree(self.tree, self.rows, self.length, everything)
+            self._keep(everything, self._embed(self.tree.token[everything], layout))
             self.depth = self._skip_to.copy()
 
     def record(self, nodes: Bool[np.ndarray, "b n"], layer: int, states: Float[torch.Tensor, "k d"]) -> None:
@@ -200,7 +203,7 @@ class PartialPass:
     def _run(self, nodes: Bool[np.ndarray, "b n"], blocks: BlockRange) -> None:
         layout, _ = Layout.from_tree(self.tree, self.rows, self.length, nodes)
         place = self._mask(nodes)
-        x = self._states[place] if blocks.first else self._network.embed(torch.from_numpy(self.tree.token[nodes]))
+        x = self._states[place] if blocks.first else self._embed(self.tree.token[nodes], layout)
         if self.keeps_previous:
             blocks = blocks._replace(hidden_layers=(blocks.last - 1,))
         output = self._network.run(x, layout, self.cache, blocks)

@@ -6,10 +6,12 @@ says which classes have them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 import numpy as np
-from jaxtyping import Bool, Int
+import torch
+from jaxtyping import Bool, Float, Int
 
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree, TreeBounds, TreeSizes
@@ -161,6 +163,27 @@ class GrowsTrees(ABC):
 
         `max_depth`, 1 or more, `sizes` and `bounds` as in `Predictor.grow_dynamic_tree`; `noise` and `limits` as in
         `DynamicTrees`. If a tree is a chain, all its nodes but the last have run, in the slots after the prefix.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImages:
+    """What a decoder reads of the images in a prompt."""
+
+    positions: Int[np.ndarray, " k"]
+    """Places in the prompt, ascending, where the decoder reads an image in place of the embedding of a token."""
+    embeddings: Float[torch.Tensor, "k d"]
+    digest: str
+    """Identifies the embeddings: prompts with the same one and the same first tokens have the same prefix."""
+
+
+class ReadsImages(ABC):
+    """Reads images in prompts."""
+
+    @abstractmethod
+    def show(self, row: int, images: PromptImages | None) -> None:
+        """Let a row read these images from now on at their places; None: tokens alone. What the row holds already was
+        read with the same ones.
         """
 
 

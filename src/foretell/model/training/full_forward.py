@@ -6,8 +6,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import nn
 
-from foretell.model.block.attention import AttentionBackend, masked_attention, scale_queries
-from foretell.model.block.decoder import Decoder, DecoderBlock
+from foretell.model.block.attention import (
+    AttentionBackend,
+    HeadScores,
+    Keys,
+    Merged,
+    Queries,
+    masked_attention,
+    scale_queries,
+)
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.rope import RopeTables, rope_angles
 from foretell.model.config.model import ModelConfig
 from foretell.model.training.chunked_attention import causal_attention
@@ -50,14 +59,7 @@ class CausalAttention(AttentionBackend):
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
 
-    def attend(
-        self,
-        layer: int,
-        q: Float[torch.Tensor, "b s h e"],
-        k: Float[torch.Tensor, "b s g e"],
-        v: Float[torch.Tensor, "b s g e"],
-        extra: Float[torch.Tensor, " h"] | None = None,
-    ) -> Float[torch.Tensor, "b s he"]:
+    def attend(self, layer: int, q: Queries, k: Keys, v: Keys, extra: HeadScores = None) -> Merged:
         """Every position attends to itself and earlier ones."""
         c, window, s = self._config, self._config.window_of(layer), q.shape[1]
         q = scale_queries(q, torch.arange(s, device=q.device).expand(len(q), s), c.query_scaling_of(layer))

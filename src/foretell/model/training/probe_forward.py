@@ -5,8 +5,17 @@ reads beside its own tokens.
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.model.block.attention import AttentionBackend, masked_attention, scale_queries
-from foretell.model.block.decoder import Decoder, DecoderBlock
+from foretell.model.block.attention import (
+    AttentionBackend,
+    HeadScores,
+    Keys,
+    Merged,
+    Queries,
+    masked_attention,
+    scale_queries,
+)
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.rope import rope_angles
 from foretell.model.config.model import ModelConfig
 
@@ -70,14 +79,7 @@ class _SequenceAttention(AttentionBackend):
         """Store the keys and values of the current layer."""
         self._k, self._v = k.transpose(1, 2), v.transpose(1, 2)
 
-    def attend(
-        self,
-        layer: int,
-        q: Float[torch.Tensor, "b n h e"],
-        k: Float[torch.Tensor, "b n g e"],
-        v: Float[torch.Tensor, "b n g e"],
-        extra: Float[torch.Tensor, " h"] | None = None,
-    ) -> Float[torch.Tensor, "b n he"]:
+    def attend(self, layer: int, q: Queries, k: Keys, v: Keys, extra: HeadScores = None) -> Merged:
         """Attention over the keys that the mask of each position allows."""
         c, earlier = self._config, self._earlier
         self.store(k, v)

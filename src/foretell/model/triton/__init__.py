@@ -3,8 +3,14 @@
 import os
 from functools import cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from foretell.model.triton.launch import Launch
+
+T = TypeVar("T")
 
 BATCH_INVARIANT = "FORETELL_BATCH_INVARIANT"
 """Environment variable: 1 asks for matrix products by an own kernel on GPUs, with the same bits in every batch."""
@@ -29,3 +35,10 @@ def runs_kernels(x: torch.Tensor) -> bool:
 def batch_invariant() -> bool:
     """Whether the environment asks for products whose rows do not depend on each other."""
     return os.environ.get(BATCH_INVARIANT, "0") != "0"
+
+
+def run(launched: "tuple[Launch, T]") -> T:
+    """Run a launch; its output."""
+    launch, out = launched
+    launch.run()
+    return out

@@ -19,7 +19,7 @@ QUERY_TILE = 128
 NORM_OPS, SOFTMAX_OPS, ACTIVATION_OPS = 7.0, 5.0, 2.0
 
 
-def paper_graph(config: ModelConfig, name: str = "", flash: bool = False, prompt: int = 1) -> OpGraph:
+def paper_graph(config: ModelConfig, flash: bool = False, prompt: int = 1) -> OpGraph:
     """The graph of a dense model as the survey counts it.
 
     prompt: prefill length in tokens; its fused attention re-reads keys once per QUERY_TILE of them.
@@ -28,7 +28,7 @@ def paper_graph(config: ModelConfig, name: str = "", flash: bool = False, prompt
         ValueError: a model the survey's tool cannot describe (experts, latent attention, no gate).
     """
     if config.experts or config.latent or not config.gated:
-        raise ValueError(f"the paper's accounting covers dense gated models only, not {name or config.architecture}")
+        raise ValueError(f"the paper's accounting covers dense gated models only, not {config.architecture}")
     h = config.hidden
     residual = LinearCost(rows=float(h))
     layer = LayerGroup(
@@ -44,7 +44,7 @@ def paper_graph(config: ModelConfig, name: str = "", flash: bool = False, prompt
         read=LinearCost(constant=float(h)), write=LinearCost(constant=float(config.vocab)),
     )  # fmt: skip
     groups = (with_live_activations(layer, residual), LayerGroup("head", 1, (head,)))
-    return OpGraph(name or config.architecture, groups, config.heads, config.context, square=True, skip_new_tokens=True)
+    return OpGraph(config.architecture, groups, config.heads, config.context, square=True, skip_new_tokens=True)
 
 
 def _layer(config: ModelConfig, flash: bool, prompt: int) -> tuple[Op, ...]:

@@ -76,7 +76,9 @@ def _text_of_part(part: Any, param: str) -> str:
     text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else None
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, Mapping) else part
-        raise bad_request(f"a text part was expected, as this model reads text only; found {show(kind)}", param)
+        raise bad_request(
+            f"a text part was expected, and found {show(kind)}; images are read in /v1/chat/completions", param
+        )
     return text
 
 

@@ -31,7 +31,7 @@ _SWITCHES = ("enable_thinking", "thinking", "reasoning_effort")
 _MARKS = ("<think>", "[THINK]")
 """In the templates of models that always reason."""
 _REFUSED = {
-    "images": "this model reads text only; leave the images out",
+    "images": "images are read in /v1/chat/completions; leave them out",
     "suffix": "this model has no infill, so that suffix cannot be used; leave it out",
     "template": "this server uses no templates of requests; leave it out, or write the whole prompt with raw",
     "context": "this server remembers no conversations; send all messages to /api/chat",

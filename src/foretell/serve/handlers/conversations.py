@@ -60,7 +60,7 @@ async def _respond(
 
 async def _count(service: Service, body: ChatBody) -> int:
     service.check_model(body.model)
-    return await service.in_pool(lambda: len(service.encoder.chat(body, service.encoder.tools(body))))
+    return await service.in_pool(lambda: len(service.encoder.chat(body, service.encoder.tools(body)).tokens))
 
 
 def _json(content: object) -> Response:

@@ -63,7 +63,7 @@ async def tokenize(service: Service, http: HttpRequest, body: TokenizeBody) -> A
     encoder, text = service.encoder, body.prompt if body.prompt is not None else body.content
     if body.messages is not None:
         generation = body.add_generation_prompt is not False
-        tokens = await service.in_pool(encoder.messages, body.messages, None, generation)
+        tokens, _ = await service.in_pool(encoder.messages, body.messages, None, generation)
     else:
         (tokens,) = await service.in_pool(encoder.prompts, [text or ""], body.add_special_tokens is not False)
     names = {"token_strs": [service.texts.of(t)[0] for t in tokens]} if body.return_token_strs else {}

@@ -88,7 +88,11 @@ def _chat_requests(
 ) -> tuple[list[Request], ToolUse | None, Reasoning | None]:
     asked_by = "max_completion_tokens" if body.max_completion_tokens is not None else _length_field(body)
     tools = service.encoder.tools(body)
-    prompts = _fit(service, body, [service.encoder.chat(body, tools)], asked_by, None, "messages")
+    encoded = service.encoder.chat(body, tools)
+    if encoded.images is not None and body.truncate_prompt_tokens is not None:
+        raise bad_request("a prompt with images is not shortened; leave it out", "truncate_prompt_tokens")
+    prompts = _fit(service, body, [encoded.tokens], asked_by, None, "messages")
+    prompts = [replace(prompt, images=encoded.images) for prompt in prompts]
     reasoning = service.encoder.reasoning(body, prompts[0].tokens, tools)
     constraint = make_constraint(body, service.loaded.model, tools)
     if reasoning is not None:

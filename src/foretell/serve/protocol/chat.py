@@ -16,31 +16,39 @@ from foretell.utils.validation import show
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
-def _text_parts(value: Any) -> Any:
-    """The content of a message, whose parts are texts."""
+def _parts(value: Any) -> Any:
+    """The content of a message, whose parts are texts and images: `url` is the address of one."""
     if not isinstance(value, list):
         return value
     parts = list[Mapping[str, Any]]()
     for number, part in enumerate(value):
+        if isinstance(part, Mapping) and part.get("type") == "image_url":
+            image = part.get("image_url")
+            url = image.get("url") if isinstance(image, Mapping) else image
+            if not isinstance(url, str):
+                raise ValueError(f"part {number} is an image_url without a url; found {show(image)}")
+            parts.append({"type": "image", "url": url})
+            continue
         text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else part
-            raise ValueError(f"part {number} is no text part, and this model reads text only; found {show(kind)}")
+            raise ValueError(f"part {number} is neither a text nor an image_url; found {show(kind)}")
         parts.append(part if "text" in part else {"type": "text", "text": text})
     return parts
 
 
+_URL = {"type": "object", "properties": {"url": {"type": "string"}}, "required": ["url"]}
 _PART = {
     "type": "object",
-    "properties": {"type": {"type": "string"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
+    "properties": {"type": {"type": "string"}, "text": {"type": "string"}, "image_url": _URL},
+    "required": ["type"],
 }
 Content = Annotated[
     str | list[dict[str, Any]] | None,
-    BeforeValidator(_text_parts),
+    BeforeValidator(_parts),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
 ]
-"""A text, or a list of text parts."""
+"""A text, or a list of parts: texts, and images as data URLs."""
 
 
 PlanField = Annotated[
@@ -83,7 +91,13 @@ class ChatMessage(Body):
     def text(self) -> str:
         """The text of the content, whose parts are joined by line ends."""
         content = self.content or ""
-        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+        return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
+
+    @property
+    def images(self) -> Mapping[int, str]:
+        """Addresses of the images by the number of their part."""
+        parts = self.content if isinstance(self.content, list) else []
+        return {number: part["url"] for number, part in enumerate(parts) if "text" not in part}
 
 
 class ResponseFormat(Body):

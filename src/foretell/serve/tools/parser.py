@@ -1,12 +1,12 @@
 """Finds calls of tools in the text of an answer, as it arrives."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from foretell.serve.tools.json_head import ContainerEnd, Head, IncompleteError, MalformedError, read_head, skip_blanks
 from foretell.serve.tools.pairs import PairReader
-from foretell.serve.tools.parts import CallPart, Part, TextPart
+from foretell.serve.tools.parts import CallPart, PartParser, TextPart
 from foretell.serve.tools.syntax import ToolSyntax, overlap
 
 _SEPARATORS = (",", ";")
@@ -16,7 +16,7 @@ _BEGINNING = re.compile(r"\s*\[?\s*([\w.:/-]*)(\(?)")
 """Of an answer that may begin with a call in Python."""
 
 
-class ToolParser:
+class ToolParser(PartParser):
     """Splits the text of an answer into text and calls; where the text is cut makes no difference.
 
     What follows a mark of the syntax is a call if it has a name and, if any, arguments; an answer that begins with a
@@ -32,13 +32,11 @@ class ToolParser:
         functions: Collection[str] | Mapping[str, Mapping[str, Any] | None],
         most: int | None = None,
     ) -> None:
+        super().__init__()
         self._syntax, self._names, self._most = syntax, frozenset(functions), most
         self._schemas = functions if isinstance(functions, Mapping) else {}
         self._pattern = re.compile(re.escape(syntax.lead) + syntax.head) if syntax.head else None
-        self._rest, self._last = "", False
-        """Text from the position on that is decided."""
-        self._parts = list[Part]()
-        self._step: Callable[[], bool] = self._start
+        self._step = self._start
         self._head_at, self._known_only, self._marked, self._in_array, self._calls = 0, False, False, False, 0
         self._end = ContainerEnd()
         self._pairs: PairReader | None = None
@@ -48,19 +46,6 @@ class ToolParser:
     def calls(self) -> int:
         """Number of calls so far."""
         return self._calls if self._most is None else min(self._calls, self._most)
-
-    def feed(self, text: str, last: bool) -> list[Part]:
-        """The parts of further text; `last`: none follows."""
-        self._rest, self._last, self._parts = self._rest + text, last, []
-        while self._step():
-            pass
-        return self._parts
-
-    def _emit(self, count: int) -> None:
-        """Pass on the next characters as text."""
-        if count:
-            self._parts.append(TextPart(self._rest[:count]))
-            self._rest = self._rest[count:]
 
     def _start(self) -> bool:
         """The beginning of the answer, which may be a call without a mark."""
@@ -96,18 +81,18 @@ class ToolParser:
             mark = self._rest[at : at - length]
             longer = [m for m in self._syntax.marks if len(m) > -length and m.startswith(self._rest[at:])]
             if longer and not self._last:
-                self._emit(len(self._rest[:at].rstrip()))
+                self._pass(TextPart, len(self._rest[:at].rstrip()))
                 return False
-            self._emit(len(self._rest[:at].rstrip()))
+            self._pass(TextPart, len(self._rest[:at].rstrip()))
             self._known_only = mark.startswith("`")
             self._open(self._rest.index(mark) + (0 if mark == self._syntax.lead else len(mark)), marked=True)
             return True
         if self._last:
-            self._emit(len(self._rest.rstrip() if self._calls else self._rest))
+            self._pass(TextPart, len(self._rest.rstrip() if self._calls else self._rest))
             self._rest = ""
         else:
             held = max((overlap(self._rest, mark) for mark in self._syntax.marks), default=0)
-            self._emit(len(self._rest[: len(self._rest) - held].rstrip()))
+            self._pass(TextPart, len(self._rest[: len(self._rest) - held].rstrip()))
         return False
 
     def _open(self, at: int, marked: bool) -> None:
@@ -173,7 +158,7 @@ class ToolParser:
 
     def _refuse(self) -> None:
         """What was expected to be a call is text, up to where another call may begin."""
-        self._emit(max(self._head_at, 1))
+        self._pass(TextPart, max(self._head_at, 1))
         self._in_array, self._step = False, self._text
 
     def _begin_call(self, head: Head) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.config.model import ModelConfig, RopeConfig
-from foretell.speculator.checkpoint import CONFIG, write_weights
+from foretell.speculator.checkpoint import write_weights
+from foretell.speculator.config_file import CONFIG
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetInfo
 from foretell.tokenizer.codec import TextCodec

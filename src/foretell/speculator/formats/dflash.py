@@ -79,12 +79,12 @@ _CONVOLUTION = "layers.{}.{}_conv.{}"
 
 def tensor_sources(c: DFlashConfig) -> dict[str, TensorSource]:
     """The published tensors of every tensor of the network."""
-    d, count, e = c.target.hidden, len(c.recorded_layers), c.head_dim
+    d, count = c.target.hidden, len(c.recorded_layers)
     outputs = c.draft_vocab or c.target.vocab
     out = {"fc.weight": TensorSource(("fc.weight",), (d,), (count * d,))}
     out |= {f"{n}.weight": TensorSource((f"{n}.weight",), (d,)) for n in ("hidden_norm", "norm")}
     for i in range(c.layers):
-        out |= layer_sources(c, i, d, e, fusing=False, normed=True)
+        out |= layer_sources(c, i, fusing=False, normed=True)
     if c.markov_rank:
         out["markov_in.weight"] = TensorSource((_MARKOV_IN,), (c.target.vocab,), (c.markov_rank,))
         out["markov_out.weight"] = TensorSource((_MARKOV_OUT,), (outputs,), (c.markov_rank,))
@@ -250,14 +250,14 @@ def _check_options(
     markov, types = files.has(_MARKOV_IN), _types(raw, files)
     domino = files.has(_DOMINO)
     causal = (False, True) if types and set(types) == {_SLIDING} else (False,)
-    sinks = any(name.endswith("attention_sink_bias") for name in files.names)
+    with_bias = any(name.endswith("attention_sink_bias") for name in files.names)
     selector = files.find("candidate_selector.predecessor_codebook")
     supported: dict[str, tuple[object, ...]] = {
         "is_causal": causal,
         "causal": causal,
         "use_swa": (False,),
-        "attention_sink_bias": (sinks,),
-        "add_swa_attention_sink_bias": (sinks,),
+        "attention_sink_bias": (with_bias,),
+        "add_swa_attention_sink_bias": (with_bias,),
         "is_neox_style": (True,),
         "projector_type": ("domino",) if domino else _TYPES,
         "shift_label": (values["predicts_from_anchor"],),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
-from foretell.speculator.checkpoint import CONFIG
+from foretell.speculator.config_file import CONFIG
 from foretell.speculator.formats.base import CheckpointFormat, ConvertedCheckpoint, target_info
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.formats.keys import IN_LAYER, LAYER, refuse_other_keys, refuse_other_library_keys
@@ -38,13 +38,13 @@ EAGLE3_KEYS = (*FLAGS, _AUX)
 
 def tensor_sources(c: EagleConfig) -> dict[str, TensorSource]:
     """The published tensors (`midlayer` renamed to `layers.0`) of every tensor of the network."""
-    d, e, eagle3 = c.target.hidden, c.head_dim, c.kind != "eagle"
+    d, eagle3 = c.target.hidden, c.kind != "eagle"
     fc_inputs = len(c.recorded_layers) * d if eagle3 else 2 * d
     out = {"fc.weight": TensorSource(("fc.weight",), (d,), (fc_inputs,))}
     if c.fc_bias or (c.fc_bias is None and not eagle3):
         out["fc.bias"] = TensorSource(("fc.bias",), (d,))
     for i in range(c.layers):
-        out |= layer_sources(c, i, d, e, fusing=eagle3 and i == 0, normed=eagle3 or i > 0)
+        out |= layer_sources(c, i, fusing=eagle3 and i == 0, normed=eagle3 or i > 0)
     if eagle3:
         out["norm.weight"] = TensorSource(("norm.weight",), (d,))
     if c.norm_before_fc:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from foretell.model.load.quantization_config import refuse_quantization
 from foretell.model.load.safetensors_file import what_is_wrong
 from foretell.model.load.weights import refuse_quantized
-from foretell.speculator.checkpoint import CONFIG, read_config
+from foretell.speculator.config_file import CONFIG, read_config
 from foretell.utils.validation import Fields
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.weights import places_of
 from foretell.model.config.families.base import read_layer_types
 from foretell.model.config.model import ModelConfig, RopeConfig
 from foretell.model.config.readers.hf import from_hf
-from foretell.speculator.checkpoint import CONFIG
+from foretell.speculator.config_file import CONFIG
 from foretell.speculator.formats.base import ConvertedCheckpoint, is_copy, refuse_other_tensors, target_rows
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.network.base import TargetInfo
@@ -19,6 +20,11 @@ from foretell.utils.validation import Fields, show
 
 _OTHER_TENSORS = ("rotary_emb", "verifier_lm_head", "verifier_norm", "t2d", "d2t", "lm_head", "embed_tokens", "dummy")
 """Parts of the names of tensors that are read separately, or are not needed."""
+_LINEARS = {
+    "qkv": "self_attn.qkv_proj", "output": "self_attn.o_proj", "mlp.gate_up": "mlp.gate_up_proj",
+    "mlp.down": "mlp.down_proj",
+}  # fmt: skip
+"""Names of the matrices of a layer, by their fields in the record of a block."""
 _SINKS = "layers.{}.self_attn.attention_sink_bias"
 _READ = frozenset({
     "architecture", "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "context",
@@ -39,29 +45,22 @@ class TensorSource:
     other_sizes: tuple[int, ...] = ()
 
 
-def layer_sources(
-    c: CachedLayersConfig, layer: int, d: int, e: int, fusing: bool, normed: bool
-) -> dict[str, TensorSource]:
+def layer_sources(c: CachedLayersConfig, layer: int, fusing: bool, normed: bool) -> dict[str, TensorSource]:
     """The published tensors of a layer."""
     at = f"layers.{layer}."
-    rows = (c.heads * e, c.kv_heads * e, c.kv_heads * e)
-    norms = ["post_attention_layernorm"] + ["input_layernorm"] * normed + ["hidden_norm"] * fusing
-    out = {f"{at}{n}.weight": TensorSource((f"{at}{n}.weight",), (d,)) for n in norms}
-    if c.qk_norm:
-        out |= {
-            f"{at}self_attn.{n}.weight": TensorSource((f"{at}self_attn.{n}.weight",), (e,))
-            for n in ("q_norm", "k_norm")
-        }
-    if layer in c.sink_layers:
-        out[f"{at}self_attn.sinks"] = TensorSource((_SINKS.format(layer),), (c.heads,))
-    for part, rest in (("weight", (2 * d if fusing else d,)), ("bias", ())):
-        if part == "weight" or c.qkv_bias:
-            names = tuple(f"{at}self_attn.{n}_proj.{part}" for n in "qkv")
-            out[f"{at}self_attn.qkv_proj.{part}"] = TensorSource(names, rows, rest)
-    out[f"{at}self_attn.o_proj.weight"] = TensorSource((f"{at}self_attn.o_proj.weight",), (d,), (rows[0],))
-    gate_up = tuple(f"{at}mlp.{n}_proj.weight" for n in ("gate", "up"))
-    out[f"{at}mlp.gate_up_proj.weight"] = TensorSource(gate_up, (c.ffn, c.ffn), (d,))
-    return out | {f"{at}mlp.down_proj.weight": TensorSource((f"{at}mlp.down_proj.weight",), (d,), (c.ffn,))}
+    out = {f"{at}hidden_norm.weight": TensorSource((f"{at}hidden_norm.weight",), (c.target.hidden,))} if fusing else {}
+    for place in places_of(c.layer_config_of(layer), layer):
+        name = ours = place.name.removeprefix("model.")
+        (rows, *rest), linear = place.shape, place.path.removesuffix(".bias")
+        if name == f"{at}input_layernorm.weight" and not normed:
+            continue
+        if linear in _LINEARS:
+            ours = f"{at}{_LINEARS[linear]}.{name.rpartition('.')[2]}"
+            rest = [n * 2 for n in rest] if fusing and linear == "qkv" else rest
+        first = out.get(ours, TensorSource((), ()))
+        name = _SINKS.format(layer) if place.path == "sinks" else name
+        out[ours] = TensorSource((*first.names, name), (*first.rows, rows), tuple(rest))
+    return out
 
 
 def layer_shape(files: PublishedCheckpoint, raw: Mapping[str, Any], vocab: int) -> ModelConfig:

@@ -8,7 +8,7 @@ import torch
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.diffusion.config import is_diffusion, read_diffusion
 from foretell.model.diffusion.weights import read_decoder
-from foretell.speculator.checkpoint import CONFIG
+from foretell.speculator.config_file import CONFIG
 from foretell.speculator.formats.base import CheckpointFormat, ConvertedCheckpoint, target_info
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.network.base import TargetInfo

@@ -126,6 +126,11 @@ class Speculator(nn.Module, ABC):
     def hidden_layers(self) -> tuple[int, ...]:
         """Layers of the target whose hidden states it reads; see `Runner.forward`."""
 
+    @property
+    def target_vocab(self) -> int:
+        """Tokens of the target."""
+        return self.target_info.vocab
+
     def adapt_state_dict(self, smaller: "Speculator") -> dict[str, torch.Tensor]:
         """The state dict of a smaller network of this kind in the shapes of this one; inputs that the smaller one does
         not have get zero weights.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.model.block.attention import AttentionBackend
+from foretell.model.block.attention import AttentionBackend, HeadScores, Keys, Merged, Queries
 from foretell.model.training.chunked_attention import causal_attention
 from foretell.speculator.network.layer import no_window
 
@@ -32,14 +32,7 @@ class BlockAttention(AttentionBackend):
         """Set the keys and values of the features for the layer that follows."""
         self._k, self._v = k, v
 
-    def attend(
-        self,
-        layer: int,
-        q: Float[torch.Tensor, "b n h e"],
-        k: Float[torch.Tensor, "b n g e"],
-        v: Float[torch.Tensor, "b n g e"],
-        extra: Float[torch.Tensor, " h"] | None = None,
-    ) -> Float[torch.Tensor, "b n he"]:
+    def attend(self, layer: int, q: Queries, k: Keys, v: Keys, extra: HeadScores = None) -> Merged:
         """Attention of all slots, block after block."""
         window = self._window_of(layer)
         causal = self._causal and window > 0
@@ -60,14 +53,7 @@ class RolloutAttention(AttentionBackend):
     ) -> None:
         self._length, self._anchor, self._window_of = length, anchor, window_of
 
-    def attend(
-        self,
-        layer: int,
-        q: Float[torch.Tensor, "b n h e"],
-        k: Float[torch.Tensor, "b n g e"],
-        v: Float[torch.Tensor, "b n g e"],
-        extra: Float[torch.Tensor, " h"] | None = None,
-    ) -> Float[torch.Tensor, "b n he"]:
+    def attend(self, layer: int, q: Queries, k: Keys, v: Keys, extra: HeadScores = None) -> Merged:
         """Attention of all positions, then of all masks, rollout after rollout."""
         s, scale, window = self._length, q.shape[-1] ** -0.5, self._window_of(layer)
         read_q, read_k, read_v = (part[:, :s] for part in (q, k, v))

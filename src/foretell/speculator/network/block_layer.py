@@ -5,9 +5,10 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.model.block.attention import AttentionBackend
-from foretell.model.block.decoder import HeadSizes, StreamAndRoutes
+from foretell.model.block.layer import HeadSizes, Stream, StreamAndRoutes
 from foretell.model.block.rope import RopeAngles
-from foretell.speculator.network.layer import EagleLayer, EagleLayerConfig
+from foretell.model.config.model import ModelConfig
+from foretell.speculator.network.layer import EagleLayer
 
 
 class TwoTapConvolution(nn.Module):
@@ -27,14 +28,14 @@ class TwoTapConvolution(nn.Module):
         self.dynamic = nn.Linear(width, 4 * self._groups, bias=False)
         nn.init.zeros_(self.dynamic.weight)
 
-    def taps(self, x: Float[torch.Tensor, "*t d"]) -> tuple[torch.Tensor, torch.Tensor]:
+    def taps(self, x: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         """The factors before and after the sub-layer whose input is `x`, [*t, 2, d] each."""
         groups = self.dynamic(x).unflatten(-1, (2, 2, self._groups))
         taps = self.base.to(x.dtype) + groups.repeat_interleave(self._group, -1)[..., : x.shape[-1]]
         before, after = taps.unbind(-3)
         return before, after
 
-    def mix(self, x: Float[torch.Tensor, "*t d"], taps: Float[torch.Tensor, "*t 2 d"]) -> Float[torch.Tensor, "*t d"]:
+    def mix(self, x: Stream, taps: Float[torch.Tensor, "*t 2 d"]) -> Stream:
         """The slots of whole blocks, one block after the other, mixed with these factors."""
         blocks = x.unflatten(-2, (-1, self._slots))
         earlier = torch.cat((torch.zeros_like(blocks[..., :1, :]), blocks[..., :-1, :]), -2).flatten(-3, -2)
@@ -44,29 +45,27 @@ class TwoTapConvolution(nn.Module):
 class BlockLayer(EagleLayer):
     """A layer over the slots of blocks with such a convolution around its attention and its feed-forward network."""
 
-    def __init__(self, config: EagleLayerConfig, slots: int, group: int = 16) -> None:
+    def __init__(self, config: ModelConfig, slots: int, group: int = 16) -> None:
         super().__init__(config)
         self.attention_convolution = TwoTapConvolution(config.hidden, slots, group)
         self.mlp_convolution = TwoTapConvolution(config.hidden, slots, group)
 
     def add_attention(
         self,
-        x: Float[torch.Tensor, "*t d"],
+        x: Stream,
         attention_input: Float[torch.Tensor, "*t i"],
         sizes: HeadSizes,
         angles: RopeAngles | None,
         layer: int,
         attention: AttentionBackend,
-    ) -> Float[torch.Tensor, "*t d"]:
+    ) -> Stream:
         """Add the attention, with the convolution before and after it."""
         around = self.attention_convolution
         before, after = around.taps(attention_input)
         mixed, nothing = around.mix(attention_input, before), torch.zeros_like(x)
         return x + around.mix(super().add_attention(nothing, mixed, sizes, angles, layer, attention), after)
 
-    def add_mlp(
-        self, x: Float[torch.Tensor, "*t d"], before: Float[torch.Tensor, "*t d"] | None = None
-    ) -> StreamAndRoutes:
+    def add_mlp(self, x: Stream, before: Stream | None = None) -> StreamAndRoutes:
         """Add the feed-forward network, with the convolution before and after it."""
         around, part = self.mlp_convolution, self.post_attention_layernorm(x)
         first, last = around.taps(part)

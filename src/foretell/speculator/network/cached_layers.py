@@ -18,7 +18,6 @@ from foretell.model.config.model import ModelConfig, RopeConfig
 from foretell.model.kernels import NativeStack
 from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
-from foretell.speculator.network.layer import EagleLayerConfig
 
 EXTRA_POSITIONS = 64
 """Positions of the rotary tables beyond the target's context, for drafts at its end."""
@@ -65,27 +64,13 @@ class CachedLayersConfig(SpeculatorConfig):
         """Sliding window of one layer in tokens; 0: it has none."""
         return self.window if layer in self.window_layers else 0
 
-    def layer_config_of(self, layer: int) -> EagleLayerConfig:
+    def layer_config_of(self, layer: int) -> ModelConfig:
         """Sizes and parts of one layer."""
-        return replace(self.layer_config, sinks=layer in self.sink_layers)
-
-    @property
-    def layer_config(self) -> EagleLayerConfig:
-        """Sizes of every layer."""
-        return EagleLayerConfig(
-            hidden=self.target.hidden,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            ffn=self.ffn,
-            norm_eps=self.norm_eps,
-            qkv_bias=self.qkv_bias,
-            qk_norm=self.qk_norm,
-        )
+        return replace(self.decoder_config, sinks=layer in self.sink_layers)
 
     @property
     def decoder_config(self) -> ModelConfig:
-        """The layers as a decoder's configuration, for the CPU kernels."""
+        """The layers as a decoder's configuration."""
         return ModelConfig(
             architecture="llama",
             vocab=self.target.vocab,
@@ -99,6 +84,7 @@ class CachedLayersConfig(SpeculatorConfig):
             norm_eps=self.norm_eps,
             rope=self.rope,
             qkv_bias=self.qkv_bias,
+            qk_norm=self.qk_norm,
             window=self.window,
             window_layers=self.window_layers,
             sinks=bool(self.sink_layers),

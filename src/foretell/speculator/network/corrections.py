@@ -4,7 +4,7 @@ Domino, XPress and LiLiCorr. Their parameters have the names of published checkp
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from foretell.speculator.network.layer import make_norm
 
 Embed = Callable[[Int[torch.Tensor, "*t"]], Float[torch.Tensor, "*t d"]]
 """The target's embedding of tokens."""
+Columns: TypeAlias = Int[torch.Tensor, " w"] | None
+"""The tokens of the draft vocabulary that logits are of; None: all of them."""
+Logits: TypeAlias = Float[torch.Tensor, "k w"]
 _FEATURES = 5
 """What LiLiCorr reads of a candidate: log-probability, probability, distance from the best, rank, if it is best."""
 
@@ -75,12 +78,8 @@ class Correction(nn.Module, ABC):
         return blocks
 
     @abstractmethod
-    def forward(
-        self, blocks: Blocks, nodes: Nodes, embed: Embed, columns: Int[torch.Tensor, " w"] | None = None
-    ) -> Float[torch.Tensor, "k w"]:
-        """The corrected logits after nodes; `columns`: the tokens of the draft vocabulary that the logits are of; None:
-        all of them.
-        """
+    def forward(self, blocks: Blocks, nodes: Nodes, embed: Embed, columns: Columns = None) -> Logits:
+        """The corrected logits after nodes."""
 
 
 class SelectorConfig(CorrectionConfig):
@@ -101,9 +100,7 @@ class Selector(Correction):
         self.successor_codebook = nn.Parameter(torch.zeros(vocab, config.rank))
         self.hidden_projection = nn.Linear(hidden, config.rank, bias=False)
 
-    def forward(
-        self, blocks: Blocks, nodes: Nodes, embed: Embed, columns: Int[torch.Tensor, " w"] | None = None
-    ) -> Float[torch.Tensor, "k w"]:
+    def forward(self, blocks: Blocks, nodes: Nodes, embed: Embed, columns: Columns = None) -> Logits:
         """The scores of the candidates, and minus infinity."""
         logits = blocks.logits_at(nodes)
         best = logits.topk(min(self._candidates, logits.shape[-1]))
@@ -166,9 +163,7 @@ class Domino(Correction):
         down, up = nn.Linear(hidden + config.inner, config.rank, bias=False), nn.Linear(config.rank, vocab, bias=False)
         self.embed_proj = nn.Sequential(down, nn.SiLU(), up)
 
-    def forward(
-        self, blocks: Blocks, nodes: Nodes, embed: Embed, columns: Int[torch.Tensor, " w"] | None = None
-    ) -> Float[torch.Tensor, "k w"]:
+    def forward(self, blocks: Blocks, nodes: Nodes, embed: Embed, columns: Columns = None) -> Logits:
         """The logits with what the tokens before add."""
         logits, states = blocks.logits_at(nodes), self.prefix_gru(embed(nodes.path[:, 1:]))
         state = states[torch.arange(len(states), device=states.device), nodes.slot]
@@ -213,9 +208,7 @@ class Refiner(Correction):
         own = self.down_h(blocks.states)
         return blocks._replace(prepared=(torch.cat((own, mean.expand_as(own)), -1),))
 
-    def forward(
-        self, blocks: Blocks, nodes: Nodes, embed: Embed, columns: Int[torch.Tensor, " w"] | None = None
-    ) -> Float[torch.Tensor, "k w"]:
+    def forward(self, blocks: Blocks, nodes: Nodes, embed: Embed, columns: Columns = None) -> Logits:
         """The logits with what the block adds."""
         (given,), (_, slots, _) = blocks.prepared, blocks.states.shape
         silent = slots - blocks.logits.shape[1]
@@ -352,9 +345,7 @@ class Lattice(Correction):
         bias = self.relative_slot_bias[:, distance + self.relative_slot_bias.shape[1] // 2]
         return bias + (distance == 0) * self.same_slot_bias[:, None, None]
 
-    def forward(
-        self, blocks: Blocks, nodes: Nodes, embed: Embed, columns: Int[torch.Tensor, " w"] | None = None
-    ) -> Float[torch.Tensor, "k w"]:
+    def forward(self, blocks: Blocks, nodes: Nodes, embed: Embed, columns: Columns = None) -> Logits:
         """The scores of the candidates, and minus infinity; after a token that was none, their log-probabilities."""
         tokens, log_p, first, pairs = blocks.prepared
         out = torch.full_like(blocks.logits_at(nodes), float("-inf"))

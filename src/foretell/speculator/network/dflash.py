@@ -203,7 +203,7 @@ class DFlash(CachedLayersNetwork):
         angles = self.rope_angles(attention.position)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, EagleLayer)
-            attention.write(i, *layer.project(feature, self.config.layer_config, angles)[1:])
+            attention.write(i, *layer.project(feature, self.config.decoder_config, angles)[1:])
         return feature
 
     def draft_block(self, anchor: Int[torch.Tensor, " b"], layout: Layout, cache: KVCache) -> torch.Tensor:
@@ -296,7 +296,7 @@ class DFlash(CachedLayersNetwork):
         x = self.block_inputs(token.gather(1, anchor)).flatten(1, 2)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, EagleLayer)
-            attention.set_context(*layer.project(feature, self.config.layer_config, angles)[1:])
+            attention.set_context(*layer.project(feature, self.config.decoder_config, angles)[1:])
             x = layer(x, block_angles, i, attention)
         x, steps = x.view(b, a, self.config.block_size, -1), torch.arange(self.depth + 1, device=token.device)
         # The token before the anchor, the anchor, and those that the slots but the last predict.

@@ -12,10 +12,11 @@ from pydantic import Field
 from torch import nn
 
 from foretell.model import kernels as native
-from foretell.model.block.decoder import Decoder, DecoderBlock, RMSNorm
+from foretell.model.block.decoder import Decoder, decoder_rope_tables
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.layer import DecoderBlock, RMSNorm
 from foretell.model.block.linear import Linear
-from foretell.model.block.rope import RopeTables, rope_tables
+from foretell.model.block.rope import RopeTables
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
@@ -23,7 +24,7 @@ from foretell.model.load.build import build_block
 from foretell.model.load.weights import Weights
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.reduced_vocabulary import ReducedVocabulary
+from foretell.model.run.vocabulary import ReducedVocabulary
 from foretell.model.training.full_forward import forward_blocks
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 
@@ -72,12 +73,7 @@ class DraftNetwork(Speculator):
         self.blocks = blank_blocks(config.model)
         self.norm = RMSNorm(torch.ones(config.model.hidden), config.model.norm_eps)
         self.requires_grad_(True)
-        for name, rope in (("full", config.model.rope), ("local", config.model.local_rope or config.model.rope)):
-            assert rope is not None
-            for part, table in zip(
-                ("cos", "sin"), rope_tables(rope, config.model.head_dim, config.model.context), strict=True
-            ):
-                self.register_buffer(f"_{name}_{part}", table, persistent=False)
+        self.ropes = BlockRopes(self.model)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -120,13 +116,7 @@ class DraftNetwork(Speculator):
         """Inputs of the output head at every position of sequences that begin with their first token and are padded at
         the end.
         """
-        return self.norm(forward_blocks(self.blocks, self.model, self.ropes, self.embed(token)))
-
-    @property
-    def ropes(self) -> tuple[RopeTables, RopeTables]:
-        """Rotary tables of full and of sliding-window layers."""
-        full, local = ((self.get_buffer(f"_{n}_cos"), self.get_buffer(f"_{n}_sin")) for n in ("full", "local"))
-        return full, local
+        return self.norm(forward_blocks(self.blocks, self.model, self.ropes(), self.embed(token)))
 
     def forward(self, token: Int[torch.Tensor, "b s"], mask: Bool[torch.Tensor, "b s"]) -> Float[torch.Tensor, "k d"]:
         """Inputs of the output head at the positions in `mask`, sequence by sequence; see `compute_logits`."""
@@ -178,6 +168,21 @@ class _BlankWeights(Weights):
     def require(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
         """A tensor of this shape."""
         return torch.ones(*shape) if "norm" in name else torch.zeros(*shape)
+
+
+class BlockRopes(nn.Module):
+    """The rotary tables of full and of sliding-window layers, which are not stored."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        for name, (cos, sin) in zip(("full", "local"), decoder_rope_tables(config), strict=True):
+            self.register_buffer(f"{name}_cos", cos, persistent=False)
+            self.register_buffer(f"{name}_sin", sin, persistent=False)
+
+    def forward(self) -> tuple[RopeTables, RopeTables]:
+        """Both."""
+        full, local = ((self.get_buffer(f"{n}_cos"), self.get_buffer(f"{n}_sin")) for n in ("full", "local"))
+        return full, local
 
 
 def blank_blocks(config: ModelConfig) -> nn.ModuleList:

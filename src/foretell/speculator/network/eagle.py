@@ -16,6 +16,7 @@ from torch import nn
 from foretell.model.block.attention import AttentionBackend
 from foretell.model.block.attention_kinds import cached_attention
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.layer import Stream
 from foretell.model.block.rope import RopeAngles
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
@@ -110,40 +111,32 @@ class EagleNetwork(CachedLayersNetwork):
         return out
 
     @abstractmethod
-    def fuse(self, features: Float[torch.Tensor, "*t kd"]) -> Float[torch.Tensor, "*t d"]:
+    def fuse(self, features: Float[torch.Tensor, "*t kd"]) -> Stream:
         """The feature, from the target's concatenated hidden states."""
 
     @abstractmethod
-    def prepare_inputs(
-        self, embedded: Float[torch.Tensor, "*t d"], feature: Float[torch.Tensor, "*t d"]
-    ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t i"]]:
+    def prepare_inputs(self, embedded: Stream, feature: Stream) -> tuple[Stream, Float[torch.Tensor, "*t i"]]:
         """The residual stream before the first layer, and the input of that layer's attention."""
 
-    def next_feature(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def next_feature(self, x: Stream) -> Stream:
         """The next feature, from the residual stream after the last layer."""
         return x
 
     @abstractmethod
-    def head_input(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def head_input(self, out: Stream) -> Stream:
         """The input of the output head, from the layers' output."""
 
     def forward_layers(
         self,
         token: Int[torch.Tensor, "*t"],
-        feature: Float[torch.Tensor, "*t d"],
+        feature: Stream,
         position: Int[torch.Tensor, "..."],
         attention: AttentionBackend,
-    ) -> Float[torch.Tensor, "*t d"]:
+    ) -> Stream:
         """The next features, from the features of rotary positions and the tokens that follow them."""
         return self.layers_over(self.embed(token), feature, self.rope_angles(position), attention)
 
-    def layers_over(
-        self,
-        embedded: Float[torch.Tensor, "*t d"],
-        feature: Float[torch.Tensor, "*t d"],
-        angles: RopeAngles,
-        attention: AttentionBackend,
-    ) -> Float[torch.Tensor, "*t d"]:
+    def layers_over(self, embedded: Stream, feature: Stream, angles: RopeAngles, attention: AttentionBackend) -> Stream:
         """The next features, from features and the embeddings of the tokens that follow them."""
         x, attention_input = self.prepare_inputs(embedded, feature)
         first, *more = self.layers
@@ -243,18 +236,16 @@ class Eagle1(EagleNetwork):
             EagleLayer(config.layer_config_of(i), input_norm=i > 0) for i in range(config.layers)
         )
 
-    def fuse(self, features: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def fuse(self, features: Stream) -> Stream:
         """The hidden state itself."""
         return features
 
-    def prepare_inputs(
-        self, embedded: Float[torch.Tensor, "*t d"], feature: Float[torch.Tensor, "*t d"]
-    ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t d"]]:
+    def prepare_inputs(self, embedded: Stream, feature: Stream) -> tuple[Stream, Stream]:
         """The combination of embedding and feature, for both."""
         x: torch.Tensor = self.fc(torch.cat((embedded, feature), -1))
         return x, x
 
-    def head_input(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def head_input(self, out: Stream) -> Stream:
         """The output itself."""
         return out
 
@@ -276,7 +267,7 @@ class Eagle3(EagleNetwork):
         self.layers = nn.ModuleList([first, *(EagleLayer(config.layer_config_of(i)) for i in range(1, config.layers))])
         self.norm = make_norm(d, eps)
 
-    def fuse(self, features: Float[torch.Tensor, "*t kd"]) -> Float[torch.Tensor, "*t d"]:
+    def fuse(self, features: Float[torch.Tensor, "*t kd"]) -> Stream:
         """The hidden states, normalised if configured, through one matrix."""
         if self.input_norm is not None:
             features = self.input_norm(features)
@@ -286,19 +277,17 @@ class Eagle3(EagleNetwork):
         out: torch.Tensor = self.fc(features)
         return out
 
-    def prepare_inputs(
-        self, embedded: Float[torch.Tensor, "*t d"], feature: Float[torch.Tensor, "*t d"]
-    ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t dd"]]:
+    def prepare_inputs(self, embedded: Stream, feature: Stream) -> tuple[Stream, Float[torch.Tensor, "*t dd"]]:
         """The feature, and the concatenation of embedding and feature."""
         first = self.layers[0]
         assert isinstance(first, Eagle3FirstLayer)
         return first.prepare_inputs(embedded, feature)
 
-    def next_feature(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def next_feature(self, x: Stream) -> Stream:
         """The residual stream, after the final norm if configured (`norm_output`)."""
         return self.norm(x) if self.config.norm_output else x
 
-    def head_input(self, out: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def head_input(self, out: Stream) -> Stream:
         """The output after the final norm."""
         normed: torch.Tensor = out if self.config.norm_output else self.norm(out)
         return normed

@@ -9,8 +9,9 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
-from foretell.model.block.decoder import Decoder, DecoderBlock, RMSNorm
+from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.layer import DecoderBlock, RMSNorm
 from foretell.model.block.rope import RopeTables, rope_tables
 from foretell.model.config.model import ModelConfig
 from foretell.model.training.full_forward import forward_blocks

@@ -1,33 +1,18 @@
 """The decoder layer of EAGLE speculators, and its attention during training."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import nn
 
-from foretell.model.block.attention import AttentionBackend
-from foretell.model.block.decoder import DecoderLayer, LayerModules, RMSNorm, gated_mlp
+from foretell.model.block.attention import AttentionBackend, HeadScores, Keys, Merged, Queries
+from foretell.model.block.layer import DecoderLayer, LayerModules, RMSNorm, Stream, gated_mlp
 from foretell.model.block.rope import RopeAngles
+from foretell.model.block.weights import places_of
+from foretell.model.config.model import ModelConfig
 from foretell.model.training.chunked_attention import KeyValue, causal_attention
-
-
-@dataclass(frozen=True)
-class EagleLayerConfig:
-    """Sizes of a layer."""
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    norm_eps: float
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    """Normalise queries and keys per head, as Qwen 3 does."""
-    sinks: bool = False
-    """A learned score per query head joins the softmax over its keys (gpt-oss, arXiv 2508.10925)."""
 
 
 def no_window(layer: int) -> int:
@@ -43,27 +28,35 @@ def make_norm(width: int, eps: float) -> RMSNorm:
 class Attention(nn.Module):
     """Weights of grouped-query attention; the rows of `qkv_proj` are those of the queries, the keys, the values."""
 
-    def __init__(self, config: EagleLayerConfig, inputs: int) -> None:
+    def __init__(self, config: ModelConfig, inputs: int) -> None:
         super().__init__()
         self.config = config
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
         self.qkv_proj = nn.Linear(inputs, rows, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
-        self.q_norm = make_norm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = make_norm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.sinks: nn.Parameter | None
-        self.register_parameter("sinks", nn.Parameter(torch.zeros(config.heads)) if config.sinks else None)
+        own = [place for place in places_of(config, 0) if place.rows is None and ".self_attn." in place.name]
+        self._vectors = [place.path for place in own]
+        for place in own:
+            if place.path.endswith("_norm"):
+                self.add_module(place.path, make_norm(place.shape[0], config.norm_eps))
+            else:
+                self.register_parameter(place.path, nn.Parameter(torch.zeros(place.shape)))
+
+    @property
+    def vectors(self) -> dict[str, Any]:
+        """Its norms and vectors, by their fields in the record of a block."""
+        return {name: getattr(self, name) for name in self._vectors}
 
 
 class FeedForward(nn.Module):
     """Down(SiLU(gate x) * up x); `gate_up_proj` holds the gate's rows, then the up projection's."""
 
-    def __init__(self, config: EagleLayerConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_up_proj = nn.Linear(config.hidden, 2 * config.ffn, bias=False)
         self.down_proj = nn.Linear(config.ffn, config.hidden, bias=False)
 
-    def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def forward(self, x: Stream) -> Stream:
         """Apply to the last axis."""
         return gated_mlp(x, self.gate_up_proj, self.down_proj, "silu")
 
@@ -74,7 +67,7 @@ class EagleLayer(DecoderLayer):
     `input_norm`: whether a norm precedes the attention; the first layer of EAGLE-1 has none.
     """
 
-    def __init__(self, config: EagleLayerConfig, input_norm: bool = True) -> None:
+    def __init__(self, config: ModelConfig, input_norm: bool = True) -> None:
         super().__init__()
         self.input_layernorm = make_norm(config.hidden, config.norm_eps) if input_norm else None
         self.self_attn = Attention(config, config.hidden)
@@ -85,12 +78,9 @@ class EagleLayer(DecoderLayer):
     def layer_modules(self) -> LayerModules:
         """Its modules."""
         a = self.self_attn
-        norm = self.post_attention_layernorm
-        return LayerModules(a.qkv_proj, a.o_proj, norm, self.mlp, a.q_norm, a.k_norm, sinks=a.sinks)
+        return LayerModules(a.qkv_proj, a.o_proj, self.post_attention_layernorm, self.mlp, **a.vectors)
 
-    def forward(
-        self, x: Float[torch.Tensor, "*t d"], angles: RopeAngles, layer: int, attention: AttentionBackend
-    ) -> Float[torch.Tensor, "*t d"]:
+    def forward(self, x: Stream, angles: RopeAngles, layer: int, attention: AttentionBackend) -> Stream:
         """The residual stream after the layer."""
         return self.forward_from_input(
             x, x if self.input_layernorm is None else self.input_layernorm(x), angles, layer, attention
@@ -98,12 +88,12 @@ class EagleLayer(DecoderLayer):
 
     def forward_from_input(
         self,
-        x: Float[torch.Tensor, "*t d"],
+        x: Stream,
         attention_input: Float[torch.Tensor, "*t i"],
         angles: RopeAngles,
         layer: int,
         attention: AttentionBackend,
-    ) -> Float[torch.Tensor, "*t d"]:
+    ) -> Stream:
         """The residual stream after the layer, with this input of the attention."""
         return self.add_mlp(self.add_attention(x, attention_input, self.self_attn.config, angles, layer, attention))[0]
 
@@ -115,15 +105,13 @@ class Eagle3FirstLayer(EagleLayer):
 
     input_layernorm: RMSNorm
 
-    def __init__(self, config: EagleLayerConfig, norm_before_residual: bool) -> None:
+    def __init__(self, config: ModelConfig, norm_before_residual: bool) -> None:
         super().__init__(config)
         self.norm_before_residual = norm_before_residual
         self.hidden_norm = make_norm(config.hidden, config.norm_eps)
         self.self_attn = Attention(config, 2 * config.hidden)
 
-    def prepare_inputs(
-        self, embedded: Float[torch.Tensor, "*t d"], feature: Float[torch.Tensor, "*t d"]
-    ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t dd"]]:
+    def prepare_inputs(self, embedded: Stream, feature: Stream) -> tuple[Stream, Float[torch.Tensor, "*t dd"]]:
         """The residual stream, and the input of the attention."""
         normed = self.hidden_norm(feature)
         return normed if self.norm_before_residual else feature, torch.cat((self.input_layernorm(embedded), normed), -1)
@@ -143,14 +131,7 @@ class TrainingTimeTestAttention(AttentionBackend):
         self._past: dict[int, list[KeyValue]] = {}
         """Keys and values of every step so far, per layer."""
 
-    def attend(
-        self,
-        layer: int,
-        q: Float[torch.Tensor, "b s h e"],
-        k: Float[torch.Tensor, "b s g e"],
-        v: Float[torch.Tensor, "b s g e"],
-        extra: Float[torch.Tensor, " h"] | None = None,
-    ) -> Float[torch.Tensor, "b s he"]:
+    def attend(self, layer: int, q: Queries, k: Keys, v: Keys, extra: HeadScores = None) -> Merged:
         """Causal attention in step 0; later steps add their own diagonal."""
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         past = self._past.setdefault(layer, [])

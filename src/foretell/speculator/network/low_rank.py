@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import nn
 
-from foretell.model.block.decoder import Decoder, DecoderBlock, FeedForward
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import DecoderBlock, FeedForward
 from foretell.model.block.linear import FactoredLinear, Linear
 
 _SCALE = 2

@@ -9,17 +9,17 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field, model_validator
 from torch import nn
 
-from foretell.model.block.decoder import Decoder, RMSNorm
+from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.layer import RMSNorm
 from foretell.model.block.linear import Linear
-from foretell.model.block.rope import rope_tables
 from foretell.model.config.model import ModelConfig
 from foretell.model.diffusion.attention import MaskedAttention
 from foretell.model.diffusion.config import DiffusionConfig
 from foretell.model.diffusion.predictor import MaskPredictor
 from foretell.model.training.full_forward import forward_blocks
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
-from foretell.speculator.network.draft_model import blank_blocks, frozen_copy
+from foretell.speculator.network.draft_model import BlockRopes, blank_blocks, frozen_copy
 
 
 class MaskedDiffusionConfig(SpeculatorConfig):
@@ -66,12 +66,7 @@ class MaskedDiffusion(Speculator):
         self.mask_embedding = nn.Parameter(row.mean(0))
         self.own_embedding: nn.Parameter | None
         self.register_parameter("own_embedding", nn.Parameter(row.clone()) if config.own_embedding else None)
-        rope = config.model.rope
-        assert rope is not None
-        for part, table in zip(
-            ("cos", "sin"), rope_tables(rope, config.model.head_dim, config.model.context), strict=True
-        ):
-            self.register_buffer(f"_{part}", table, persistent=False)
+        self.ropes = BlockRopes(self.model)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -93,9 +88,8 @@ class MaskedDiffusion(Speculator):
     ) -> Float[torch.Tensor, "k v"]:
         """Logits of the masked tokens, sequence by sequence; `attended`: which positions each position attends to."""
         inputs = torch.where(masked[..., None], self.mask_embedding * self.embedding_scale, self._embed(token))
-        tables = self.get_buffer("_cos"), self.get_buffer("_sin")
         attention = MaskedAttention(self.model, attended)
-        x = forward_blocks(self.blocks, self.model, (tables, tables), inputs, 0, attention)
+        x = forward_blocks(self.blocks, self.model, self.ropes(), inputs, 0, attention)
         # The output before a masked token predicts it, where predictions are shifted.
         rows = F.pad(masked[:, 1:], (0, 1)) if self.config.shifted else masked
         return self.compute_logits(self.norm(x[rows]))

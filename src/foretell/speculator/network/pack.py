@@ -2,21 +2,21 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import nn
 
 from foretell.model import kernels as native
-from foretell.model.block.decoder import Decoder, RMSNorm
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import RMSNorm
 from foretell.model.block.modules import to_weights
 from foretell.model.block.rope import rope_tables
 from foretell.model.block.spec import BlockWeights, GatedWeights, LinearWeights
 from foretell.model.block.weights import map_matrices
-from foretell.model.kernels.block_drafts import BlockDraftWeights, NativeBlockDrafts
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.kernels.eagle import EagleWeights, NativeEagle
+from foretell.model.kernels.drafts import BlockDraftWeights, EagleWeights, NativeBlockDrafts, NativeEagle
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
@@ -194,19 +194,18 @@ def _linear(layer: nn.Module) -> NativeLinear:
 def _block(layer: EagleLayer, form: _Format) -> BlockWeights:
     """The record of a layer as it is packed."""
     attention, norm = layer.self_attn, layer.post_attention_layernorm.weight
+    vectors: dict[str, Any] = {n: v if isinstance(v, torch.Tensor) else v.weight for n, v in attention.vectors.items()}
     weights = BlockWeights(
         # Ignored in a layer without an input norm.
         attention_norm=norm if layer.input_layernorm is None else layer.input_layernorm.weight,
         qkv=LinearWeights((attention.qkv_proj.weight,), attention.qkv_proj.bias),
-        q_norm=None if attention.q_norm is None else attention.q_norm.weight,
-        k_norm=None if attention.k_norm is None else attention.k_norm.weight,
         output=LinearWeights((attention.o_proj.weight,)),
         mlp_norm=norm,
         mlp=GatedWeights(
             LinearWeights(tuple(layer.mlp.gate_up_proj.weight.chunk(2))),
             LinearWeights((layer.mlp.down_proj.weight,)),
         ),
-        sinks=attention.sinks,
+        **vectors,
     )
     return map_matrices(weights, lambda path, matrix: form.matrix(matrix))
 

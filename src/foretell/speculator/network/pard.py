@@ -64,6 +64,6 @@ class PardNetwork(DraftNetwork):
         attention = RolloutAttention(s, anchor, self.model.window_of)
         # Masks near the end of the context may stand beyond it; nothing is learned there.
         position = position.clamp_max(self.model.context - 1)
-        x = self.norm(forward_blocks(self.blocks, self.model, self.ropes, self.embed(inputs), 0, attention, position))
+        x = self.norm(forward_blocks(self.blocks, self.model, self.ropes(), self.embed(inputs), 0, attention, position))
         rollouts = x[:, s:].unflatten(1, (a, masks))
         return x[:, :s][wanted[0]], *(rollouts[:, :, i][mask] for i, mask in enumerate(wanted[1:]))

@@ -115,13 +115,11 @@ def align_layers(errors: Float[torch.Tensor, "t s"]) -> list[tuple[int, int]]:
 
 
 @torch.no_grad()
-def shallow_quality(
-    decoder: Decoder, documents: Sequence[Document], layer: int, longest: int = ShallowDeepSettings.longest
-) -> ShallowQuality:
+def shallow_quality(decoder: Decoder, documents: Sequence[Document], layer: int) -> ShallowQuality:
     """How often the first layers of a decoder, with its own norm and head, give the whole decoder's token."""
     same = count = 0
     for document in documents:
-        batch = _pad([document], longest)
+        batch = _pad([document], ShallowDeepSettings.longest)
         if batch is None:
             continue
         states = _layer_states(decoder, *batch)

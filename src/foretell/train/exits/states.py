@@ -12,6 +12,8 @@ from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
 from foretell.train.data.dataset import Document
 
+_LONGEST = 512
+"""Tokens of a document that are read at most."""
 FIRST_POSITION = 4
 """Positions before this one are left out: their states are many times as large as others (arXiv 2309.17453)."""
 
@@ -49,15 +51,13 @@ def collect_states(
     documents: Sequence[Document],
     layers: Sequence[int],
     num_tokens: int,
-    longest: int = 512,
-    on_progress: Callable[[int], None] = lambda _: None,
     blocks: Callable[[Float[torch.Tensor, "b s d"]], Float[torch.Tensor, "b s d"]] | None = None,
 ) -> LayerStates:
-    """Run documents, each up to `longest` tokens, and keep the states at the tokens whose successors are to be learned,
-    of at most `num_tokens` in all.
+    """Run documents and keep the states at the tokens whose successors are to be learned, of at most `num_tokens` in
+    all.
 
-    The target computes them as it does when it decodes. `on_progress` gets the number of tokens so far. `blocks`: what
-    follows the layers, over a whole document; None: nothing.
+    The target computes them as it does when it decodes. `blocks`: what follows the layers, over a whole document; None:
+    nothing.
 
     Raises:
         ValueError: the documents have no token to learn.
@@ -65,22 +65,19 @@ def collect_states(
     wanted = (*layers, network.config.layers + 1)
     parts: list[list[torch.Tensor]] = [[] for _ in wanted]
     lengths = list[int]()
-    for _, first, layer_states in document_states(network, documents, wanted, num_tokens, longest):
+    for _, first, layer_states in document_states(network, documents, wanted, num_tokens, _LONGEST):
         last = min(len(layer_states[0]), first + num_tokens - sum(lengths))
         if blocks is not None:
             layer_states = [*(blocks(states.float()[None])[0] for states in layer_states[:-1]), layer_states[-1]]
         for part, states in zip(parts, layer_states, strict=True):
             part.append(states[first:last].to(torch.bfloat16).cpu())
         lengths.append(last - first)
-        on_progress(sum(lengths))
     joined = [torch.cat(part) for part in parts]
     return LayerStates(tuple(joined[:-1]), joined[-1], tuple(lengths))
 
 
 @torch.inference_mode()
-def collect_sequences(
-    network: Network, documents: Sequence[Document], layer: int, num_tokens: int, longest: int = 512
-) -> SequenceStates:
+def collect_sequences(network: Network, documents: Sequence[Document], layer: int, num_tokens: int) -> SequenceStates:
     """The states of whole documents, with at most `num_tokens` tokens to learn or as many more as the last one has.
 
     Raises:
@@ -89,7 +86,7 @@ def collect_sequences(
     wanted = layer, network.config.layers + 1
     sequences = [
         (states[0].to(torch.bfloat16).cpu(), states[1][first:].to(torch.bfloat16).cpu(), first)
-        for _, first, states in document_states(network, documents, wanted, num_tokens, longest)
+        for _, first, states in document_states(network, documents, wanted, num_tokens, _LONGEST)
     ]
     return SequenceStates(*(tuple(part) for part in zip(*sequences, strict=True)))
 

@@ -4,7 +4,8 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
-from foretell.model.block.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import DecoderBlock, FeedForward, RMSNorm
 from foretell.model.block.linear import Linear
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.block_layer import TwoTapConvolution

@@ -51,8 +51,15 @@ class PredictionNames:
     combine: str
     embedding_norm: str
     hidden_norm: str
-    norms_states: bool
-    """See `foretell.model.run.mtp.MTPLayer`."""
+    several: bool = False
+    """Whether more such layers may follow, each with parts of its own under the next number."""
+
+    def of_module(self, index: int) -> "PredictionNames":
+        """Names of the parts of one of several layers, by its index."""
+        number = self.layer.split(".")[-2]
+        moved = self.layer.replace(number, str(int(number) + index))
+        parts = ("layer", "norm", "combine", "embedding_norm", "hidden_norm")
+        return replace(self, **{part: getattr(self, part).replace(self.layer, moved, 1) for part in parts})
 
 
 @dataclass(frozen=True)

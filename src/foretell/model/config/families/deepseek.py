@@ -120,7 +120,7 @@ def _prediction(kind: str, layers: int) -> PredictionNames | None:
         combine=f"{at}eh_proj",
         embedding_norm=f"{at}enorm",
         hidden_norm=f"{at}hnorm",
-        norms_states=False,
+        several=True,
     )
 
 

@@ -153,7 +153,7 @@ def _gates(config: ModelConfig, layer: int) -> list[Rows] | None:
 
 
 _NORMS = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
-_PREDICTION = PredictionNames("mtp.layers.0.", "mtp.norm", "mtp.fc", *_NORMS, norms_states=True)
+_PREDICTION = PredictionNames("mtp.layers.0.", "mtp.norm", "mtp.fc", *_NORMS)
 _SPARSE: Mapping[str, Any] = {
     **_HYBRID, "num_key_value_heads": 2, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512, "norm_topk_prob": True,

@@ -22,6 +22,15 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu",
     "relu": "relu",
 }  # fmt: skip
+IMAGE_READERS = ("llava", "idefics3", "smolvlm")
+"""Multimodal values of `model_type` whose language model names its own, and reads an image as embeddings in the places
+of tokens.
+"""
+_LLAMA_DEFAULTS = {
+    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+"""Of transformers; Llava's files leave them out."""
 _NORM_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
 
 
@@ -128,16 +137,26 @@ def _read_activation(read: Fields, *names: str) -> dict[str, Activation]:
     return {"activation": _ACTIVATIONS[name]} if name else {}
 
 
+def _text_kind(raw: Mapping[str, Any]) -> object:
+    """The `model_type` of a configuration, or of the language model of a multimodal one where this names its own."""
+    kind, text = raw.get("model_type"), raw.get("text_config")
+    if kind in ("mistral3", *IMAGE_READERS) and isinstance(text, Mapping):
+        return text.get("model_type") or ("llama" if kind in IMAGE_READERS else kind)
+    return kind
+
+
 def _text_config(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     """The language model of a multimodal configuration; other configurations unchanged."""
     kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in TEXT_MODELS:
+    if not isinstance(kind, str) or kind not in (*TEXT_MODELS, *IMAGE_READERS):
         return raw
     whole = Fields(raw, source)
     text = dict(whole.fields("text_config").raw)
+    if kind in IMAGE_READERS and _text_kind(raw) == "llama":
+        text = _LLAMA_DEFAULTS | text
     eos = eos_token_ids(whole) + eos_token_ids(Fields(text, source))
-    own = text.get("model_type") if kind == "mistral3" else None
-    text |= {"model_type": own or TEXT_MODELS[kind]} | ({"eos_token_id": list(eos)} if eos else {})
+    own = _text_kind(raw)
+    text |= {"model_type": TEXT_MODELS.get(kind) if own == kind else own} | ({"eos_token_id": list(eos)} if eos else {})
     return text | ({"tie_word_embeddings": raw["tie_word_embeddings"]} if whole.has("tie_word_embeddings") else {})
 
 
@@ -171,9 +190,7 @@ def _read_ropes(read: Fields, apart: bool, context: int, head_dim: int) -> tuple
 
 def is_decoder_family(raw: Mapping[str, Any]) -> bool:
     """Whether `from_hf` handles a `config.json`: its `model_type` is supported, or missing (then `from_hf` raises)."""
-    kind, text = raw.get("model_type"), raw.get("text_config")
-    if kind == "mistral3" and isinstance(text, Mapping):
-        kind = text.get("model_type") or kind
+    kind = _text_kind(raw)
     if kind == "cohere" and raw.get("use_qk_norm"):
         return False  # norms of every head of their own (Command R+)
     return not isinstance(kind, str) or kind in TEXT_MODELS or kind in KINDS or kind == COMPRESSED

@@ -1,0 +1,145 @@
+"""Loads Gemma 4's assistant, a checkpoint of its own, for its target."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from foretell.model.block.decoder import BlockRange, Decoder, decoder_rope_tables
+from foretell.model.block.layer import RMSNorm
+from foretell.model.block.linear import Linear
+from foretell.model.cache.state_store import plan_stores
+from foretell.model.config.model import ModelConfig
+from foretell.model.config.readers.hf import from_hf
+from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.kernels.linear import NativeLinear
+from foretell.model.kernels.stack import NativeStack
+from foretell.model.load.build import build_block
+from foretell.model.load.native import packable_block, weight_dtype
+from foretell.model.load.weights import EMBEDDING, SafetensorsWeights, Weights
+from foretell.model.run.assistant import Assistant, Blocks, CentroidHead
+from foretell.model.run.network import Network
+from foretell.utils.validation import Fields, read_json
+
+_CONFIG = "config.json"
+_KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
+Tensor = torch.Tensor
+Function = Callable[[Tensor], Tensor]
+
+
+def is_assistant(folder: Path) -> bool:
+    """Whether a directory holds an assistant."""
+    return (folder / _CONFIG).is_file() and read_json(folder / _CONFIG).get("model_type") in _KINDS
+
+
+def load_assistant(folder: Path, target: Network) -> Assistant:
+    """Load an assistant.
+
+    Raises:
+        ValueError: it is damaged or of another target, or this is not in memory as a whole.
+    """
+    read = Fields(read_json(folder / _CONFIG), str(folder / _CONFIG))
+    config, sources = _config(read, target.config, folder)
+    weights = SafetensorsWeights(folder)
+    weights.check_layers(config.layers)
+    weights.check_tensors(config)
+    norm = RMSNorm(weights.require("model.norm.weight", config.hidden).to(target.device), config.norm_eps)
+    if not isinstance(target, NativeDecoder | Decoder):
+        raise ValueError("mtp needs the whole model in memory; run it without a memory limit, or use another method")
+
+    def matrix(name: str, outputs: int, inputs: int) -> Function:
+        stored = weights.matrix(f"{name}.weight", outputs, inputs)
+        if isinstance(target, NativeDecoder):
+            return NativeLinear(stored, None, target.precision)
+        return Linear(stored.widen().to(target.device, target.embedding.dtype))
+
+    width, build = target.config.hidden, _native if isinstance(target, NativeDecoder) else _torch
+    return Assistant(
+        target.embed,
+        matrix("pre_projection", config.hidden, 2 * width),
+        build(config, weights, target, sources),
+        norm,
+        matrix("post_projection", width, config.hidden),
+        _head(read, config, weights, matrix, target),
+        sources,
+        target.config,
+    )
+
+
+def _config(read: Fields, target: ModelConfig, folder: Path) -> tuple[ModelConfig, tuple[int, ...]]:
+    """The configuration of its layers, and the target's layer whose keys and values each of them reads: the last one
+    of its kind that has its own.
+    """
+    text = {"hidden_size_per_layer_input": 0, **read.fields("text_config").raw, "num_kv_shared_layers": 0}
+    own = from_hf(text, str(folder / _CONFIG))
+    if target.local_head_dim == 0:
+        raise ValueError(
+            f"{folder}: an assistant of Gemma 4, and the target is {target.architecture}; use it with its own target"
+        )
+    last = {target.window_of(i) > 0: target.kv_layer_of(i) for i in range(target.layers)}
+    for of_file, of_model, what in (
+        (read.integer("backbone_hidden_size", default=1536), target.hidden, "the width"),
+        (own.vocab, target.vocab, "the size of the vocabulary"),
+        ((own.head_dim, own.local_head_dim), (target.head_dim, target.local_head_dim), "the width of the heads"),
+        (own.layer_inputs.width if own.layer_inputs else 0, 0, "the width of the inputs of each layer"),
+    ):
+        if of_file != of_model:
+            raise ValueError(f"{folder}: an assistant of another model: {what} is {of_file}, and {of_model} is needed")
+    kinds = [own.window_of(i) > 0 for i in range(own.layers)]
+    if not set(kinds) <= set(last):
+        raise ValueError(f"{folder}: an assistant of another model: the target has no layers of one of its kinds")
+    sources = tuple(last[kind] for kind in kinds)
+    config = replace(
+        own,
+        kv_heads=target.kv_heads,
+        local_kv_heads=target.local_kv_heads,
+        kv_layers=tuple(own.layers + source for source in sources),
+        context=target.context,
+        cache_dtype=target.cache_dtype,
+    )
+    return config, sources
+
+
+def _native(config: ModelConfig, weights: Weights, target: Network, sources: tuple[int, ...]) -> Blocks:
+    assert isinstance(target, NativeDecoder)
+    empty, precision = NativeStack(config, [], target.precision, *decoder_rope_tables(config)), target.precision
+    packed = [empty.pack_block(i, packable_block(config, i, weights, precision)) for i in range(config.layers)]
+    places = plan_stores(target.config)[1]
+    for block, source in zip(packed, sources, strict=True):
+        block.struct.store = places[source][1]
+    stack = empty.with_blocks(packed)
+    return lambda x, layout, cache: stack(x, layout, cache, 0, config.layers)
+
+
+def _torch(config: ModelConfig, weights: Weights, target: Network, sources: tuple[int, ...]) -> Blocks:
+    assert isinstance(target, Decoder)
+    table = target.embedding.new_empty(0, config.hidden)
+    blocks = [build_block(config, i, weights, table.dtype, table.device) for i in range(config.layers)]
+    decoder = Decoder(config, table, blocks, RMSNorm(table.new_ones(config.hidden), config.norm_eps))
+    return lambda x, layout, cache: decoder.run(x, layout, cache, BlockRange(0, config.layers)).hidden_states[-1]
+
+
+def _head(
+    read: Fields,
+    config: ModelConfig,
+    weights: Weights,
+    matrix: Callable[[str, int, int], Function],
+    target: NativeDecoder | Decoder,
+) -> Function:
+    name = "lm_head" if weights.get("lm_head.weight") is not None else EMBEDDING.removesuffix(".weight")
+    if not read.flag("use_ordered_embeddings", default=False):
+        return matrix(name, config.vocab, config.hidden)
+    groups = read.integer("num_centroids", default=2048, least=1, most=config.vocab)
+    chosen = read.integer("centroid_intermediate_top_k", default=32, least=1, most=groups)
+    order = weights.require("masked_embedding.token_ordering", config.vocab).long()
+    if config.vocab % groups or not torch.equal(order.sort().values, torch.arange(config.vocab)):
+        raise ValueError(
+            f"{weights.source}: masked_embedding.token_ordering: no order of {config.vocab} tokens in {groups} groups "
+            "of equal size; is it damaged?"
+        )
+    dtype = weight_dtype(target.precision) if isinstance(target, NativeDecoder) else target.embedding.dtype
+    table = weights.require(f"{name}.weight", config.vocab, config.hidden).to(dtype)[order].to(target.device)
+    centroids = matrix("masked_embedding.centroids", groups, config.hidden)
+    tokens = order.view(groups, -1).to(target.device)
+    return CentroidHead(centroids, table.view(groups, -1, config.hidden), tokens, chosen)

@@ -1,0 +1,151 @@
+"""Gemma 4's assistant against that of transformers, in torch and on the kernels."""
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from foretell.catalogue import BuildContext, build
+from foretell.core.context import StepResult
+from foretell.core.sampling import SamplingParams
+from foretell.core.tree import tree_from_lists
+from foretell.draft import AssistantDrafter
+from foretell.engine.engine import Engine
+from foretell.engine.request import Request
+from foretell.model.config.readers.hf import from_hf
+from foretell.model.kernels import available
+from foretell.model.load.assistant import load_assistant
+from foretell.model.load.build import build_decoder
+from foretell.model.load.native import load_native
+from foretell.model.load.weights import SafetensorsWeights
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
+from helpers import chain_tree, context_of, random_tokens
+
+S, F = "sliding_attention", "full_attention"
+WINDOW, VOCAB = 8, 64
+TARGET: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 5, "head_dim": 16,
+    "global_head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": [S, F, S, F, F],
+    "sliding_window": WINDOW, "max_position_embeddings": 256, "pad_token_id": 0, "initializer_range": 0.15,
+    "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 6, "num_kv_shared_layers": 1,
+}  # fmt: skip
+WHOLE = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+         "num_global_key_value_heads": 1}  # fmt: skip
+TEXTS = random_tokens(26, VOCAB, seed=3), random_tokens(WINDOW - 2, VOCAB, seed=5)
+PATH = random_tokens(3, VOCAB, seed=4)
+KINDS = ("E2B", "31B")
+backends = pytest.mark.parametrize(
+    "native",
+    [False, pytest.param(True, marks=pytest.mark.skipif(not available(), reason="the kernels are not available here"))],
+)
+
+
+@cache
+def oracle_of(kind: str) -> tuple[Any, Any, Path, Path]:
+    """A random model of transformers, its assistant, and the folders of both: small like E2B (shared keys, inputs of
+    each layer, a head in groups), or like the large models.
+    """
+    torch.manual_seed(0)
+    small = kind == "E2B"
+    config = transformers.Gemma4TextConfig(**(TARGET if small else TARGET | WHOLE))
+    own = {**TARGET, **WHOLE, "hidden_size": 32, "num_hidden_layers": 3, "layer_types": [S, S, F],
+           "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 3, "use_double_wide_mlp": False}  # fmt: skip
+    if small:
+        own |= {"attention_k_eq_v": False, "num_global_key_value_heads": None}
+    assistant = transformers.Gemma4AssistantConfig(
+        text_config=transformers.Gemma4TextConfig(**own), backbone_hidden_size=64, use_ordered_embeddings=small,
+        num_centroids=16, centroid_intermediate_top_k=5,
+    )  # fmt: skip
+    models = (
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval(),
+        transformers.Gemma4AssistantForCausalLM._from_config(assistant, attn_implementation="eager").eval(),
+    )
+    folders = Path(mkdtemp(prefix="foretell-gemma-")), Path(mkdtemp(prefix="foretell-assistant-"))
+    for model, folder in zip(models, folders, strict=True):
+        with torch.no_grad():
+            scalars = ((name, each) for name, each in model.named_buffers() if "layer_scalar" in name)
+            for name, parameter in [*model.named_parameters(), *scalars]:
+                if parameter.dim() == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+                if name.endswith("q_norm.weight"):
+                    parameter.mul_(0.3)
+        if model is models[1] and small:
+            models[1].masked_embedding.token_ordering.copy_(torch.randperm(VOCAB))
+        model.save_pretrained(folder)
+    return *models, *folders
+
+
+@torch.no_grad()
+def reference(kind: str, text: Sequence[int], path: Sequence[int]) -> torch.Tensor:
+    """Logits after the last token of a path of drafts; the layers with windows see so many positions, that of the last
+    token of the text included, which the target has not read.
+    """
+    target, assistant, *_ = oracle_of(kind)
+    read = target.model(torch.tensor([text[:-1]]), return_shared_kv_states=True)
+    shared = {kind: tuple(part[:, :, -(WINDOW - 1) if kind == S else 0 :] for part in parts)
+              for kind, parts in read.shared_kv_states.items()}  # fmt: skip
+    state, position = read.last_hidden_state[:, -1:], torch.tensor([[len(text) - 1]])
+    for token in (text[-1], *path):
+        inputs = torch.cat((target.get_input_embeddings()(torch.tensor([[token]])), state), -1)
+        out = assistant(inputs_embeds=inputs, position_ids=position, shared_kv_states=shared)
+        state = out.last_hidden_state
+    logits: torch.Tensor = out.logits[0, -1]
+    return logits
+
+
+def target_of(kind: str, native: bool) -> Network:
+    folder = oracle_of(kind)[2]
+    config, weights = from_hf(json.loads((folder / "config.json").read_text())), SafetensorsWeights(folder)
+    if native:
+        return load_native(config, weights, "float32")
+    return build_decoder(config, weights, torch.float32, torch.device("cpu"))
+
+
+@backends
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers(kind: str, native: bool) -> None:
+    """For two requests at once, of which one is longer than the window, and along a path of drafts."""
+    network = target_of(kind, native)
+    runner, drafter = DecoderRunner(network), AssistantDrafter(load_assistant(oracle_of(kind)[3], network))
+    drafter.attach(runner)
+    context = context_of(*TEXTS)
+    for row, text in enumerate(TEXTS):
+        tree, one = chain_tree(text[:-1]), context.select([row])
+        output = runner.forward([row], tree, hidden_layers=drafter.hidden_layers)
+        runner.commit(row, range(tree.nodes))
+        drafter.observe(StepResult(one, tree, output, (tuple(range(tree.nodes)),), ((text[-1],),), (0,)))
+    for end in range(1, len(PATH) + 2):
+        chains = [[text[-1], *PATH][:end] for text in TEXTS]
+        tree = tree_from_lists(chains, [list(range(-1, end - 1))] * len(TEXTS))
+        logits, at = drafter.expand(tree, np.full((len(TEXTS), 1), end - 1), context)
+        for row, text in enumerate(TEXTS):
+            ours, wanted = logits[at[row, -1]], reference(kind, text, PATH[: end - 1])
+            scored = ours.isfinite()
+            assert int(scored.sum()) == (20 if kind == "E2B" else VOCAB)
+            torch.testing.assert_close(ours[scored], wanted[scored], rtol=0, atol=1e-4)
+            assert scored.all() or wanted[~scored].max() < wanted[scored].min()
+    runner.truncate(0, 3)  # as where a request is paused, and its tokens are read again later
+    assert drafter.max_depths(context).tolist() == [0, 99]
+
+
+@backends
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_stay_those_of_the_target(kind: str, native: bool) -> None:
+    network = target_of(kind, native)
+    context = BuildContext(VOCAB, network, speculators=(oracle_of(kind)[3],))
+    requests = [
+        Request(t, SamplingParams(temperature=heat, seed=1), max_new_tokens=30) for t in TEXTS for heat in (0, 1)
+    ]
+    drafted, chained, plain = (
+        [c.tokens for c in Engine(DecoderRunner(network), build(name, context, options)).complete(requests)]
+        for name, options in (("mtp", {}), ("mtp", {"eagle_topk": 1, "num_steps": 3}), ("autoregressive", {}))
+    )
+    assert drafted == chained == plain
