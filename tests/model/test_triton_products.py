@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from foretell.model.block import decoder, linear
+from foretell.model.block import decoder, layer, linear
 from foretell.model.block.linear import Linear
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.triton import products
@@ -57,6 +57,7 @@ def invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORETELL_ATTENTION", "triton")
     for module in (linear, decoder):
         monkeypatch.setattr(module, "batch_invariant", lambda: True)
+    for module in (linear, layer):
         monkeypatch.setattr(module, "runs_kernels", lambda x: not torch.is_grad_enabled())
     monkeypatch.setattr(decoder, "has_triton", lambda device: True)
 

@@ -234,6 +234,17 @@ def test_a_training_overwrites_nothing_that_it_cannot_resume(tmp_path: Path) -> 
         trained(wanted)
 
 
+def test_processes_of_a_training_may_begin_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = checkpoint.require_empty
+
+    def other_is_faster(out: Path) -> None:
+        (out / "checkpoint").mkdir(parents=True)
+        check(out)
+
+    monkeypatch.setattr(checkpoint, "require_empty", other_is_faster)
+    assert checkpoint.CheckpointStore(tmp_path / "out", checkpoint.TrainState).load_state() is None
+
+
 def test_keeping_states_changes_rounding_only(tmp_path: Path) -> None:
     kept = trained(settings(tmp_path / "a", features="cache"))
     read = trained(settings(tmp_path / "b", features="stream"))

@@ -108,9 +108,15 @@ class CheckpointStore(Generic[S]):
 
     def _claim(self) -> None:
         """Mark a new or empty folder as that of a training, which may write there before its first checkpoint."""
-        if not self._folder.is_dir():
+        if self._folder.is_dir():
+            return
+        try:
             require_empty(self.out)
-            self._folder.mkdir(parents=True, exist_ok=True)
+        except ValueError:
+            # Another process of this training may have made it in between.
+            if not self._folder.is_dir():
+                raise
+        self._folder.mkdir(parents=True, exist_ok=True)
 
     def load_tensors(self) -> TensorDict:
         """Tensors of this process in the latest checkpoint: weights, optimizer, moving average.
