@@ -23,6 +23,7 @@ from foretell.train.loop.model_card import render_card, write_card
 from foretell.train.loop.settings import TrainingSettings
 from foretell.train.recipe.base import Loss
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
+from foretell.utils.paths import require_empty
 from foretell.utils.store import write_synced
 
 
@@ -235,11 +236,9 @@ def test_a_training_overwrites_nothing_that_it_cannot_resume(tmp_path: Path) -> 
 
 
 def test_processes_of_a_training_may_begin_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = checkpoint.require_empty
-
     def other_is_faster(out: Path) -> None:
         (out / "checkpoint").mkdir(parents=True)
-        check(out)
+        require_empty(out)
 
     monkeypatch.setattr(checkpoint, "require_empty", other_is_faster)
     assert checkpoint.CheckpointStore(tmp_path / "out", checkpoint.TrainState).load_state() is None
