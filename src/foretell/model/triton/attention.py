@@ -222,7 +222,8 @@ def combine(
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    ahead: tl.constexpr = 4 if BLOCK_D <= 128 else 2  # parts that are loaded while others are joined
+    # Parts that are loaded while others are joined: as many as registers hold.
+    ahead: tl.constexpr = 4 if BLOCK_D == D and D <= 128 else 2
     for number in tl.range(begin // SPLIT, tl.cdiv(end, SPLIT), num_stages=ahead):
         at = ((tl.program_id(0) * tl.num_programs(1) + kv_head).to(tl.int64) * splits + number) * BLOCK_M + query
         more = tl.load(parts + at[:, None] * D + dim[None, :], mask=valid[:, None] * (D - dim[None, :]) > 0, other=0)
