@@ -61,11 +61,10 @@ class StepCosts:
         """Factor on the seconds beyond a plain step: the more, the more the request that has lost most has lost."""
         self._seconds = times.seconds(self.key, max(1, self.requests))
         self.host = times.draft_seconds(_HOST, self.key, self.requests, 0.0)
-        self._reads = self.first >= LEAST_PROMPT
-        self._known = times.is_known
-        self._token = times.draft_seconds(_PROMPT, _ANY, 1, 0.0) if self._known and self._reads else 0.0
+        self._known, reads = times.is_known, self.first >= LEAST_PROMPT
+        self._token = times.draft_seconds(_PROMPT, _ANY, 1, 0.0) if self._known and reads else 0.0
         """Seconds of a token where mostly prompts are read; 0: they are not, or unknown."""
-        self.measures = times.needs_plain(self.key) if load.is_decode else self._reads and not self._known
+        self.measures = times.needs_plain(self.key) if load.is_decode else reads and not self._known
         """Whether the step is verified without drafts, so that its time is known."""
         self.unread = dict[int, int]()
         """Tokens of requests that the drafter asked last has to read before it drafts."""
