@@ -1,6 +1,7 @@
 """Gemma 4's assistant against that of transformers, in torch and on the kernels."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from foretell.catalogue import BuildContext, build
 from foretell.core.context import StepResult
@@ -149,3 +151,14 @@ def test_texts_stay_those_of_the_target(kind: str, native: bool) -> None:
         for name, options in (("mtp", {}), ("mtp", {"eagle_topk": 1, "num_steps": 3}), ("autoregressive", {}))
     )
     assert drafted == chained == plain
+
+
+def test_an_order_that_is_not_of_integers_is_refused(tmp_path: Path) -> None:
+    """By its name, before anything is computed from it."""
+    folder = oracle_of("E2B")[3]
+    copied = Path(shutil.copytree(folder, tmp_path / "assistant"))
+    tensors = load_file(copied / "model.safetensors")
+    name = "masked_embedding.token_ordering"
+    save_file(tensors | {name: tensors[name].float()}, copied / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{name} should have integers, and has numbers of torch.float32"):
+        load_assistant(copied, target_of("E2B", native=False))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
 from foretell.model.block.spec import LinearWeights
 from foretell.model.block.weights import linear_places, names_of
@@ -167,7 +167,7 @@ class AdaptedWeights(DelegatedWeights):
         """As in the checkpoint, unless the adapter changes it."""
         return name not in self._changes and super().maps(name)
 
-    def get(self, name: str) -> Float[Tensor, "*shape"] | None:
+    def get(self, name: str) -> Shaped[Tensor, "*shape"] | None:
         """The tensor of this name, or None."""
         tensor = super().get(name)
         return None if tensor is None else self._changed(name, tensor)

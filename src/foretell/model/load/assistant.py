@@ -132,7 +132,7 @@ def _head(
         return matrix(name, config.vocab, config.hidden)
     groups = read.integer("num_centroids", default=2048, least=1, most=config.vocab)
     chosen = read.integer("centroid_intermediate_top_k", default=32, least=1, most=groups)
-    order = weights.require("masked_embedding.token_ordering", config.vocab).long()
+    order = weights.integers("masked_embedding.token_ordering", config.vocab).long()
     if config.vocab % groups or not torch.equal(order.sort().values, torch.arange(config.vocab)):
         raise ValueError(
             f"{weights.source}: masked_embedding.token_ordering: no order of {config.vocab} tokens in {groups} groups "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int, Shaped
 
 from foretell.model.block.weights import names_of
 from foretell.model.config.families import family_of
@@ -83,18 +83,32 @@ class Weights(ABC):
         return False
 
     @abstractmethod
-    def get(self, name: str) -> Float[Tensor, "*shape"] | None:
+    def get(self, name: str) -> Shaped[Tensor, "*shape"] | None:
         """The tensor of this name, or None."""
 
     def require(self, name: str, *shape: int) -> Float[Tensor, "*shape"]:
         """The tensor of this name and shape.
 
         Raises:
-            ValueError: it is missing or has another shape.
+            ValueError: it is missing, has another shape or integers.
         """
+        return self._of_kind(name, shape, integers=False)
+
+    def integers(self, name: str, *shape: int) -> Int[Tensor, "*shape"]:
+        """The tensor of integers of this name and shape.
+
+        Raises:
+            ValueError: it is missing, has another shape or floats.
+        """
+        return self._of_kind(name, shape, integers=True)
+
+    def _of_kind(self, name: str, shape: tuple[int, ...], *, integers: bool) -> Tensor:
         tensor = self.get(name)
         if tensor is None:
             raise ValueError(f"{self.source}: the checkpoint has no {name}; is it complete?")
+        if tensor.is_floating_point() == integers:
+            kind = "integers" if integers else "floats"
+            raise ValueError(f"{self.source}: {name} should have {kind}, and has numbers of {tensor.dtype}")
         return self._checked(name, tensor, shape)
 
     def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
@@ -179,13 +193,17 @@ class DelegatedWeights(Weights):
         """As in the checkpoint."""
         return self._inner.maps(self._name(name))
 
-    def get(self, name: str) -> Float[Tensor, "*shape"] | None:
+    def get(self, name: str) -> Shaped[Tensor, "*shape"] | None:
         """The tensor of this name, or None."""
         return self._inner.get(self._name(name))
 
     def require(self, name: str, *shape: int) -> Float[Tensor, "*shape"]:
         """The tensor of this name and shape."""
         return self._inner.require(self._name(name), *shape)
+
+    def integers(self, name: str, *shape: int) -> Int[Tensor, "*shape"]:
+        """The tensor of integers of this name and shape."""
+        return self._inner.integers(self._name(name), *shape)
 
     def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
         """The matrix of this name and shape, as the file stores it."""
