@@ -18,7 +18,7 @@ _SUMMARIES: Mapping[str, str] = {
 
 _OF_GROUPS = (
     "bench frontier", "calibrate sparsity", "calibrate placement",
-    "train free", "train matformer", "train sparsity",
+    "train decoder", "train free", "train matformer", "train sparsity",
 )  # fmt: skip
 """Commands of the engine's groups; the file of `train free` is `train_free.py`."""
 

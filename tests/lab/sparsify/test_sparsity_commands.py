@@ -11,7 +11,8 @@ import torch
 
 from command import ENVIRONMENT, expect_error, run_foretell, save_tiny_model
 from foretell.lab.sparsify.activations import block_activations
-from foretell.lab.sparsify.nested import NestedSettings, prefix_size, spread_units, train_nested
+from foretell.lab.sparsify.nested import NestedSettings, spread_units, train_nested
+from foretell.model.kernels.structures import prefix_size
 from foretell.lab.sparsify.thresholds import calibrate_thresholds, magnitude_quantile
 from foretell.load import load, open_checkpoint
 from foretell.model import kernels as native

@@ -17,7 +17,7 @@ from foretell.lab.sparsify.activations import BlockActivations, block_activation
 from foretell.model.block.activation import gated
 from foretell.model.block.layer import FeedForward
 from foretell.model.config.model import ModelConfig
-from foretell.model.kernels.structures import PREFIX_UNIT
+from foretell.model.kernels.structures import PREFIX_UNIT, prefix_size
 from foretell.model.load.weights import Weights
 from foretell.utils.options import Option
 from foretell.utils.unfinished import part_of, put_in_place, remove
@@ -45,11 +45,6 @@ class NestedSettings:
         bad = [s for s in (*self.shares, self.extract) if not 0 < s <= 1]
         if bad or not self.shares:
             raise ValueError(f"shares of the neurons are above 0 and at most 1, found {bad[0] if bad else 'none'}")
-
-
-def prefix_size(share: float, neurons: int) -> int:
-    """The largest multiple of `PREFIX_UNIT` within a share of the neurons, but at least one unit; of 1 all of them."""
-    return neurons if share == 1 else min(neurons, max(PREFIX_UNIT, int(share * neurons) // PREFIX_UNIT * PREFIX_UNIT))
 
 
 def contributions(block: BlockActivations) -> Float[Tensor, " f"]:

@@ -287,3 +287,8 @@ def declare_signatures(kernels: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(kernels, name)
         function.restype, function.argtypes = result, arguments
     return kernels
+
+
+def prefix_size(share: float, neurons: int) -> int:
+    """The largest multiple of `PREFIX_UNIT` within a share of the neurons, but at least one unit; of 1 all of them."""
+    return neurons if share == 1 else min(neurons, max(PREFIX_UNIT, int(share * neurons) // PREFIX_UNIT * PREFIX_UNIT))
