@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from command import expect_error, run_foretell
 from foretell.draft.skip_decode import LayerBudget
 from foretell.model.block.decoder import Decoder
-from foretell.model.block.sparsity import FirstNeurons, sparse_decoder
 from foretell.model.block.layer import FeedForward
+from foretell.model.block.sparsity import FirstNeurons, sparse_decoder
 from foretell.model.training.full_forward import full_forward
 from foretell.testing import TINY
 from foretell.train.exits.depth_quality import depth_quality
@@ -35,7 +35,7 @@ def trainable() -> Decoder:
     decoder = random_decoder(CONFIG, seed=3)
     for block in decoder.blocks:
         block.mlp = NestedFeedForward(block.mlp)  # type: ignore[arg-type]
-        for name, parameter in block.named_parameters():
+        for parameter in block.parameters():
             # Of a new decoder the layers change almost nothing.
             parameter.data *= 20 if parameter.ndim > 1 else 1
             parameter.requires_grad_()

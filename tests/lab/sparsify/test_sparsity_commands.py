@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from command import ENVIRONMENT, expect_error, run_foretell, save_tiny_model
-from foretell.lab.sparsify.activations import block_activations
-from foretell.lab.sparsify.nested import NestedSettings, spread_units, train_nested
-from foretell.model.kernels.structures import prefix_size
+from foretell.lab.sparsify.nested import spread_units
 from foretell.lab.sparsify.thresholds import calibrate_thresholds, magnitude_quantile
 from foretell.load import load, open_checkpoint
 from foretell.model import kernels as native
 from foretell.model.block.activation import gated
-from foretell.model.block.layer import FeedForward
 from foretell.model.block.sparsity import FirstNeurons, sparse_decoder
+from foretell.model.kernels.structures import prefix_size
 from foretell.model.offload.sparsity_file import read_sparsity
 from helpers import all_logits, random_tokens
 
@@ -174,6 +172,8 @@ def test_ordering_neurons_changes_no_answer_and_the_first_ones_are_the_best(tmp_
     wanted, same, less = (all_logits(m.network, tokens) for m in (whole, ordered, half))
     np.testing.assert_allclose(same, wanted, atol=1e-3)
     assert half.config.ffn == 64 and not np.allclose(less, wanted, atol=1e-3)
+    nest(tmp_path / "nested", tmp_path / "cut", "--extract", "0.5", "--ordered")
+    np.testing.assert_allclose(all_logits(load(str(tmp_path / "cut"), "float32").network, tokens), less, atol=1e-3)
     short = sparse_decoder(ordered.checkpoint.decoder(torch.float32), [FirstNeurons(64)] * whole.config.layers)
     np.testing.assert_allclose(less, all_logits(short, tokens), atol=1e-3)
     arguments: list[str | Path] = [
@@ -190,17 +190,6 @@ def test_ordering_neurons_changes_no_answer_and_the_first_ones_are_the_best(tmp_
     assert drafted.stdout == run_foretell(*arguments, "autoregressive").stdout
 
 
-def test_a_training_step_on_a_prefix_leaves_the_other_neurons(tmp_path: Path) -> None:
-    opened, tokens = open_checkpoint(wide_model(tmp_path)), torch.tensor(random_tokens(64, 257)).view(1, 64)
-    block = next(iter(block_activations(opened.config, opened.weights, tokens)))
-    mlp = block.block.mlp
-    assert isinstance(mlp, FeedForward)
-    before = mlp.down.weight.data.clone()
-    train_nested(block, NestedSettings((0.5,), steps=1, rate=1e-3), torch.Generator().manual_seed(0))
-    after = mlp.down.weight.data
-    assert torch.equal(before[:, 64:], after[:, 64:]) and not torch.equal(before[:, :64], after[:, :64])
-
-
 def test_units_go_where_they_contribute_most() -> None:
     shares = [torch.tensor([0.9, 0.1, 0.0, 0.0]), torch.tensor([0.4, 0.3, 0.2, 0.1])]
     assert spread_units(shares, 0.5) == (64, 192) and spread_units(shares, 0) == (256, 256)
@@ -210,8 +199,8 @@ def test_units_go_where_they_contribute_most() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--extract", "1.5"], "above 0 and at most 1, found 1.5"),
-        (["--shares", "a,b"], "numbers with commas between were expected"),
+        (["--extract", "1.5"], "--extract 1.5: a share of the neurons above 0 and at most 1"),
+        (["--extract", "0"], "--extract 0: a share"),
     ],
 )
 def test_shares_outside_their_range_are_refused(arguments: list[str], message: str, tmp_path: Path) -> None:

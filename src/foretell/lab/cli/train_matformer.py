@@ -14,29 +14,30 @@ from foretell.lab.cli.quantize import (
     Force,
     HeldBackTokens,
     Text,
+    TextSeed,
     check_output,
     format_comparison,
 )
 from foretell.lab.cli.sparsity import open_source, read_calibration_text
 from foretell.lab.quantize.evaluate import compare
-from foretell.lab.sparsify.nested import NestedSettings, write_nested
+from foretell.lab.sparsify.nested import write_nested
 from foretell.load import open_checkpoint
 
-_DEFAULTS = NestedSettings()
 
-
-@options.with_settings(_DEFAULTS)
 def matformer(
     ctx: typer.Context,
     model: options.SourceModel,
     out: Annotated[Path, typer.Option(metavar="DIR", help="A directory in safetensors to write.")],
-    shares: Annotated[
-        str, typer.Option(metavar="LIST", help="Sizes that are trained together, as shares of all neurons.")
-    ] = ",".join(f"{s:g}" for s in _DEFAULTS.shares),
-    settings: options.Settings = options.NO_SETTINGS,
+    extract: Annotated[
+        float, typer.Option(metavar="SHARE", help="Write this share of the neurons only, as a smaller model.")
+    ] = 1.0,
+    ordered: Annotated[
+        bool, typer.Option("--ordered", help="Keep the order: the model was trained with nested widths.")
+    ] = False,
     text: Text = None,
     calibration_tokens: CalibrationTokens = 4096,
     held_back_tokens: HeldBackTokens = 2048,
+    seed: TextSeed = 0,
     force: Force = False,
 ) -> None:
     """Write a model with nested feed-forward networks (MatFormer). Its first neurons draft for all of them:
@@ -45,28 +46,19 @@ def matformer(
 
     foretell generate "Why is the sky blue?" --model nested --method matformer_draft
     """
-    refuse_unused(ctx, ("rate",), "--steps 0 only orders neurons", not settings["steps"])
+    refuse_unused(ctx, ("seed",), "--text names the text", text is not None)
     console = Console(file=sys.stderr)
     check_output(out, force)
-    asked = NestedSettings(_parse_shares(shares), **settings)
     source = open_source(model, "nested")
-    calibration_text = read_calibration_text(source, text, calibration_tokens, held_back_tokens, asked.seed, console)
+    calibration_text = read_calibration_text(source, text, calibration_tokens, held_back_tokens, seed, console)
     with console.status("reading activations") as status:
         size = write_nested(
-            source, calibration_text.calibration, asked, out,
+            source, None if ordered else calibration_text.calibration, extract, out,
             lambda done: status.update(f"{done} of {source.config.layers} blocks"),
         )  # fmt: skip
     opened = open_checkpoint(out)
     compared = compare((source.config, source.weights), (opened.config, opened.weights), calibration_text.held_back)
-    trained = f", {asked.steps} steps per layer" if asked.steps else ""
     typer.echo(
-        f"{out}: {size} of {source.config.ffn} neurons per layer, ordered{trained}; compared with the source on "
+        f"{out}: {size} of {source.config.ffn} neurons per layer, ordered; compared with the source on "
         f"{compared.tokens:,} positions held back:\n{format_comparison(compared)}"
     )
-
-
-def _parse_shares(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"--shares: numbers with commas between were expected, found {text!r}") from None

@@ -3,9 +3,8 @@ network of its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
 from jaxtyping import Float, Int
@@ -14,37 +13,14 @@ from foretell.lab.quantize.directory import CheckpointDirectory
 from foretell.lab.quantize.job import Source
 from foretell.lab.quantize.layout import EMBEDDING, FINAL_NORM, HEAD, block_tensors
 from foretell.lab.sparsify.activations import BlockActivations, block_activations
-from foretell.model.block.activation import gated
-from foretell.model.block.layer import FeedForward
+from foretell.model.block.layer import DecoderBlock, FeedForward
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.structures import PREFIX_UNIT, prefix_size
+from foretell.model.load.build import build_block
 from foretell.model.load.weights import Weights
-from foretell.utils.options import Option
 from foretell.utils.unfinished import part_of, put_in_place, remove
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class NestedSettings:
-    """How a model is nested. `shares`: sizes that are trained together, as shares of all neurons; `batch`: tokens of a
-    step of AdamW.
-    """
-
-    shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
-    steps: Annotated[
-        int,
-        Option("Gradient steps per layer; 0: neurons are ordered only, and no answer changes.", "N", least=0),
-    ] = 0
-    rate: Annotated[float, Option("Learning rate of these steps.", "X", "--lr", 0)] = 1e-4
-    extract: Annotated[float, Option("Write this share of the neurons only, as a smaller model.", "SHARE")] = 1.0
-    seed: Annotated[int, Option("Seed of text and batches.", "N", least=0)] = 0
-    batch: int = 256
-
-    def __post_init__(self) -> None:
-        bad = [s for s in (*self.shares, self.extract) if not 0 < s <= 1]
-        if bad or not self.shares:
-            raise ValueError(f"shares of the neurons are above 0 and at most 1, found {bad[0] if bad else 'none'}")
 
 
 def contributions(block: BlockActivations) -> Float[Tensor, " f"]:
@@ -65,42 +41,23 @@ def order_neurons(block: BlockActivations) -> None:
     block.inputs["down"] = block.inputs["down"][:, order]
 
 
-def train_nested(block: BlockActivations, settings: NestedSettings, generator: torch.Generator) -> None:
-    """Steps of AdamW on gate, up and down, each on one size drawn at random, towards the output of the whole network
-    before; every second step takes the whole network, which protects it. In place.
-    """
-    mlp, x = block.block.mlp, block.inputs["gate_up"].clone()
-    assert isinstance(mlp, FeedForward)
-    neurons = mlp.down.weight.shape[1]
-    wanted = block.inputs["down"] @ mlp.down.weight.data.T
-    scale = wanted.square().mean().clamp_min(1e-12)
-    gate, up = (part.clone().requires_grad_() for part in mlp.gate_up.weight.data.chunk(2))
-    down = mlp.down.weight.data.clone().requires_grad_()
-    optimizer = torch.optim.AdamW([gate, up, down], settings.rate, weight_decay=0.0)
-    for step in range(settings.steps):
-        rows = torch.randint(len(x), (min(settings.batch, len(x)),), generator=generator)
-        drawn = int(torch.randint(len(settings.shares), (1,), generator=generator))
-        size = neurons if step % 2 else prefix_size(settings.shares[drawn], neurons)
-        inner = gated(x[rows] @ gate[:size].T, x[rows] @ up[:size].T, mlp.activation)
-        loss = (inner @ down[:, :size].T - wanted[rows]).square().mean() / scale
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    mlp.gate_up.weight.data = torch.cat([gate.detach(), up.detach()])
-    mlp.down.weight.data = down.detach()
-
-
 def write_nested(
     source: Source,
-    tokens: Int[Tensor, "b s"],
-    settings: NestedSettings,
+    tokens: Int[Tensor, "b s"] | None,
+    extract: float,
     out: Path,
     progress: Callable[[int], None] = lambda block: None,
 ) -> int:
-    """Write the nested model, or the part of it that is extracted, as a checkpoint; it appears whole or not at all.
-    Returns the neurons of a layer. `progress` is called with the number of blocks done.
+    """Write the nested model, or this share of its neurons, as a checkpoint; it appears whole or not at all. Without
+    `tokens` the neurons stay in their order. Returns the neurons of a layer. `progress` is called with the number of
+    blocks done.
+
+    Raises:
+        ValueError: no such share.
     """
-    c, size = source.config, prefix_size(settings.extract, source.config.ffn)
+    if not 0 < extract <= 1:
+        raise ValueError(f"--extract {extract:g}: a share of the neurons above 0 and at most 1 was expected")
+    c, size = source.config, prefix_size(extract, source.config.ffn)
     dtype = torch.float32 if source.weights.storage == "float32" else torch.bfloat16
     part = part_of(out)
     folder = source.path if source.path.is_dir() else None
@@ -108,7 +65,7 @@ def write_nested(
     try:
         directory = CheckpointDirectory(part, replace(c, ffn=size), dtype, folder, source.codec, further)
         directory.add(EMBEDDING, source.weights.require(EMBEDDING, c.vocab, c.hidden))
-        for name, tensor in _blocks(source, tokens, settings, size, progress):
+        for name, tensor in _blocks(source, tokens, size, progress):
             directory.add(name, tensor)
         directory.add(FINAL_NORM, source.weights.require(FINAL_NORM, c.hidden).float() + c.norm_offset)
         head = None if c.tied else source.weights.head(c.vocab, c.hidden)
@@ -122,27 +79,28 @@ def write_nested(
 
 
 def _blocks(
-    source: Source,
-    tokens: Int[Tensor, "b s"],
-    settings: NestedSettings,
-    size: int,
-    progress: Callable[[int], None],
+    source: Source, tokens: Int[Tensor, "b s"] | None, size: int, progress: Callable[[int], None]
 ) -> Iterator[tuple[str, Tensor]]:
-    generator = torch.Generator().manual_seed(settings.seed)
-    for block in block_activations(source.config, source.weights, tokens):
-        order_neurons(block)
-        if settings.steps:
-            with torch.enable_grad():
-                train_nested(block, settings, generator)
-        mlp = block.block.mlp
+    for i, block in enumerate(_ordered_blocks(source, tokens)):
+        mlp = block.mlp
         assert isinstance(mlp, FeedForward)
         gate, up = mlp.gate_up.weight.data.chunk(2)
         mlp.gate_up.weight.data = torch.cat([gate[:size], up[:size]])
         mlp.down.weight.data = mlp.down.weight.data[:, :size].contiguous()
-        for name, tensor in block_tensors(replace(source.config, ffn=size), block.index, block.block, {}):
+        for name, tensor in block_tensors(replace(source.config, ffn=size), i, block, {}):
             assert isinstance(tensor, Tensor)
             yield name, tensor.float()
-        progress(block.index + 1)
+        progress(i + 1)
+
+
+def _ordered_blocks(source: Source, tokens: Int[Tensor, "b s"] | None) -> Iterator[DecoderBlock]:
+    c, weights = source.config, source.weights
+    if tokens is None:
+        yield from (build_block(c, i, weights, torch.float32, torch.device("cpu")) for i in range(c.layers))
+        return
+    for activations in block_activations(c, weights, tokens):
+        order_neurons(activations)
+        yield activations.block
 
 
 def mix_sizes(
