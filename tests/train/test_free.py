@@ -5,19 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from training_helpers import shared
 
 from command import expect_error, run_foretell, tiny_target
+from foretell.lab.cli.train_free import _answers
 from foretell.model.training.full_forward import full_forward
 from foretell.train.data.dataset import Document
-from foretell.train.exits.shallow_deep import (
-    ShallowDeepSettings,
-    align_layers,
-    shallow_deep_loss,
-    shallow_quality,
-    teacher_layers,
-    train_shallow_deep,
-)
+from foretell.train.exits.depth_quality import depth_quality
+from foretell.train.exits.from_start import FromStartSettings, depth_loss, exit_weights, train_from_start
+from foretell.train.exits.shallow_deep import align_layers, teacher_layers
 from helpers import random_tokens, target
 
 LAYERS = 4
@@ -45,18 +42,19 @@ def test_teachers_are_aligned_with_ascending_students_from_the_last_one_on() -> 
 @pytest.mark.parametrize("distillation", [0.0, 0.5])
 def test_the_loss_weighs_both_models_by_their_layers(distillation: float) -> None:
     decoder = target(vocab=29, layers=LAYERS).float()
-    tokens = torch.tensor([random_tokens(20, 29, seed=1)])
-    mask = torch.ones_like(tokens, dtype=torch.bool)
-    mask[:, -1] = False
-    settings = ShallowDeepSettings(2, distillation=distillation)
-    decoder.requires_grad_(False)
-    decoder.blocks.requires_grad_()
-    loss = shallow_deep_loss(decoder, tokens, mask, settings)
-    loss.backward()
-    assert all(p.grad is not None for p in decoder.blocks.parameters() if p.is_floating_point())
-    # States of a model of random weights differ from layer to layer, so the distillation adds to the loss.
-    plain = shallow_deep_loss(decoder, tokens, mask, ShallowDeepSettings(2, distillation=0.0))
-    assert loss > plain if distillation else loss == plain
+    text = torch.tensor(random_tokens(21, 29, seed=1))
+    settings = FromStartSettings(
+        steps=1, rate=0, batch=20, sequence=20, exit_loss="linear", exits=(2,), distillation=distillation
+    )
+    losses = list[float]()
+    train_from_start(decoder, text, settings, on_step=lambda _, loss: losses.append(loss), blocks_only=True)
+    states = [full_forward(decoder, decoder.embed(text[None, :-1]), 0, i) for i in range(1, LAYERS + 1)]
+    parts = [F.cross_entropy(decoder.logits(decoder.final_norm(x[0])), text[1:]) for x in (states[1], states[3])]
+    expected = (2 * parts[0] + 4 * parts[1]) / 6
+    # Teachers after layers 2 and 4; the nearest of the first two layers, from the last teacher on.
+    errors = [[float((states[t] - states[s]).square().mean()) for s in (0, 1)] for t in (1, 3)]
+    pairs = [errors[1][1], errors[0][0]] if errors[1][1] < errors[1][0] else [errors[1][0]]
+    assert losses[0] == pytest.approx(float(expected) + distillation * sum(pairs) / len(pairs), rel=0.02)
 
 
 def test_training_lets_the_first_layers_know_the_text() -> None:
@@ -69,21 +67,38 @@ def test_training_lets_the_first_layers_know_the_text() -> None:
         return float((decoder.logits(decoder.final_norm(states)).argmax(-1) == tokens[:, 1:]).float().mean())
 
     before = right()
-    settings = ShallowDeepSettings(3, steps=20, rate=1e-2, distillation=0.01, batch=60)
-    train_shallow_deep(decoder, documents(), settings, lambda step, loss: losses.append(loss))
+    settings = FromStartSettings(
+        steps=20, rate=1e-2, batch=60, sequence=30, exit_loss="linear", exits=(3,), distillation=0.01
+    )
+    train_from_start(
+        decoder, _answers(documents())[0], settings, on_step=lambda _, loss: losses.append(loss), blocks_only=True
+    )
     assert sum(losses[-5:]) < 0.3 * sum(losses[:5]) and right() > before + 0.3
     assert torch.equal(decoder.head.weight, head), "the head stays"
 
 
+def test_answers_alone_are_learned() -> None:
+    text, learn = _answers(documents(2))
+    assert len(text) == 60 and learn.view(2, 30).sum(1).tolist() == [24, 24]
+    assert learn.view(2, 30)[:, 5:29].all(), "from the last token of the prompt to the last but one"
+    decoder = target(vocab=29, layers=LAYERS).float()
+    batch, weights = text.view(2, 30), exit_weights("none", LAYERS)
+    x = full_forward(decoder, decoder.embed(batch[:, :-1]))
+    own = decoder.logits(decoder.final_norm(x))[:, 5:].flatten(0, 1)
+    loss = depth_loss(decoder, batch, weights, learn=learn.view(2, 30)).loss
+    torch.testing.assert_close(loss, F.cross_entropy(own, batch[:, 6:].flatten()))
+
+
 def test_a_model_whose_deep_layers_do_nothing_agrees_with_its_first_ones() -> None:
     decoder = target(vocab=29, layers=LAYERS).float()
-    assert shallow_quality(decoder, documents(), 2).agreement < 1
+    texts = [torch.from_numpy(d.tokens).long() for d in documents()]
+    assert depth_quality(decoder, texts, (2, LAYERS)).agreement[0] < 1
     for block in list(decoder.blocks)[2:]:
         for name, parameter in block.named_parameters():
             if name.startswith(("output.", "mlp.down.")):
                 parameter.data.zero_()
-    found = shallow_quality(decoder, documents(), 2)
-    assert found.agreement == 1 and found.tokens == len(documents()) * 24
+    quality = depth_quality(decoder, texts, (2, LAYERS))
+    assert quality.agreement == (1, 1) and quality.equal_depth == 0.5
 
 
 def test_the_command_writes_another_model_and_says_what_it_costs(tmp_path: Path) -> None:

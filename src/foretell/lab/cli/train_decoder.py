@@ -39,11 +39,14 @@ from foretell.train.exits.from_start import (
 from foretell.utils.unfinished import part_of, put_in_place, remove
 
 _HEAD, _CONTEXT, _END = 32, 1024, "<|endoftext|>"
+_OPTIONS = (
+    "steps", "rate", "batch", "sequence", "exit_loss", "rotate", "layer_dropout", "depth", "seed",
+)  # fmt: skip
 _HELD_PIECES = 64
 """Pieces of text held out that the model is measured on."""
 
 
-@options.with_settings(FromStartSettings())
+@options.with_settings(FromStartSettings(), only=_OPTIONS)
 def decoder(
     ctx: typer.Context,
     out: Annotated[Path, typer.Option(metavar="DIR", help="A directory in safetensors to write.")],

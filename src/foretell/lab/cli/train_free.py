@@ -1,11 +1,15 @@
 """`foretell train free`: a changed model whose first layers answer alone where they are sure."""
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 import typer
+from jaxtyping import Bool, Int
 from rich.console import Console
 
 from foretell.cli import options
@@ -21,15 +25,20 @@ from foretell.model.block.decoder import Decoder
 from foretell.model.load.reference import resolve_reference
 from foretell.model.run.partial_pass import check_spans
 from foretell.train.data.dataset import Document
-from foretell.train.exits.shallow_deep import ShallowDeepSettings, shallow_quality, train_shallow_deep
+from foretell.train.exits.depth_quality import depth_quality
+from foretell.train.exits.from_start import FromStartSettings, train_from_start
 from foretell.utils.unfinished import part_of, put_in_place, remove
 from foretell.verify.comparison import Comparison
 
+_FREE = FromStartSettings(
+    steps=100, rate=1e-4, batch=1024, sequence=512, exit_loss="linear", distillation=0.5, exits=(1,)
+)
+"""The losses after the first layers and after all are weighted by their numbers."""
 _HELD_OUT, _MOST_HELD_OUT, _COMPARED_TOKENS = 0.1, 16, 128
 """Share of the documents that are held out, the most of them, and the tokens of each that are compared."""
 
 
-@options.with_settings(ShallowDeepSettings(layer=0))
+@options.with_settings(_FREE, only=("steps", "rate", "batch", "distillation", "seed"))
 def free(
     ctx: typer.Context,
     model: options.SourceModel,
@@ -65,32 +74,49 @@ def free(
     target = load_model(model)
     check_spans(target.config)
     source = Source.open(model, resolve_reference(model), "trained")
-    asked = ShallowDeepSettings(layer or max(1, target.config.layers // 3), **settings)
-    asked.check(target.config.layers)
+    layers = target.config.layers
+    shallow = max(1, layers // 3) if layer is None else layer
+    if not 1 <= shallow < layers:
+        raise ValueError(f"--layer {shallow}: the model has {layers} layers; give 1 to {layers - 1}")
     own = out.with_name(f"{out.name}-data")
-    dataset = open_or_generate(data_folder, own, target, tokens=tokens, model=model, seed=asked.seed)
+    dataset = open_or_generate(data_folder, own, target, tokens=tokens, model=model, seed=settings["seed"])
     count = max(1, min(len(dataset) // 2, round(_HELD_OUT * len(dataset)), _MOST_HELD_OUT))
     documents, held = ([dataset[i] for i in part] for part in dataset.split(count))
+    text, learn = _answers(documents)
+    asked = replace(_FREE, **settings, exits=(shallow,), sequence=min(_FREE.sequence, len(text) - 1))
     decoder = target.checkpoint.decoder(torch.float32)
+
+    def agreement() -> float:
+        texts = [torch.from_numpy(d.tokens[: _FREE.sequence]).long() for d in held]
+        return depth_quality(decoder, texts, (shallow, layers)).agreement[0]
+
     with console.status("measuring") as status:
-        before = shallow_quality(decoder, held, asked.layer)
-        train_shallow_deep(
-            decoder,
-            documents,
-            asked,
-            lambda step, loss: status.update(f"step {step} of {asked.steps}, loss {loss:.3f}"),
-        )
+        before = agreement()
+        train_from_start(
+            decoder, text, asked,
+            on_step=lambda step, loss: status.update(f"step {step} of {asked.steps}, loss {loss:.3f}"),
+            learn=learn, blocks_only=True,
+        )  # fmt: skip
         status.update("measuring")
-        after = shallow_quality(decoder, held, asked.layer)
+        after = agreement()
         _write(source, decoder, out)
         comparison = _compare(source, out, held)
-    depth = f"{asked.layer} of {target.config.layers} layers"
     typer.echo(
-        f"{out}: the first {depth} give the whole model's token in {after.agreement:.1%} of {after.tokens:,} tokens "
-        f"held out, {before.agreement:.1%} before\nLOSSY: another model than its source, on {comparison.tokens:,} "
+        f"{out}: the first {shallow} of {layers} layers give the whole model's token in {after:.1%} of the tokens held "
+        f"out, {before:.1%} before\nLOSSY: another model than its source, on {comparison.tokens:,} "
         f"positions held out:\n{format_comparison(comparison)}\n"
-        f"next: foretell train exits {out} --kind shared --layers {asked.layer} --out EXITS"
+        f"next: foretell train exits {out} --kind shared --layers {shallow} --out EXITS"
     )
+
+
+def _answers(documents: Sequence[Document]) -> tuple[Int[torch.Tensor, " n"], Bool[torch.Tensor, " n"]]:
+    """Documents one after the other, and the tokens whose successors are of an answer."""
+    learn = list[np.ndarray]()
+    for document in documents:
+        at = np.arange(len(document.tokens))
+        learn.append((at >= document.start - 1) & (at < len(at) - 1))
+    text = np.concatenate([document.tokens for document in documents])
+    return torch.from_numpy(text.astype(np.int64)), torch.from_numpy(np.concatenate(learn))
 
 
 def _write(source: Source, decoder: Decoder, out: Path) -> None:

@@ -47,6 +47,8 @@ def matformer(
     foretell generate "Why is the sky blue?" --model nested --method matformer_draft
     """
     refuse_unused(ctx, ("seed",), "--text names the text", text is not None)
+    if not 0 < extract <= 1:
+        raise ValueError(f"--extract {extract:g}: a share of the neurons above 0 and at most 1 was expected")
     console = Console(file=sys.stderr)
     check_output(out, force)
     source = open_source(model, "nested")

@@ -51,12 +51,7 @@ def write_nested(
     """Write the nested model, or this share of its neurons, as a checkpoint; it appears whole or not at all. Without
     `tokens` the neurons stay in their order. Returns the neurons of a layer. `progress` is called with the number of
     blocks done.
-
-    Raises:
-        ValueError: no such share.
     """
-    if not 0 < extract <= 1:
-        raise ValueError(f"--extract {extract:g}: a share of the neurons above 0 and at most 1 was expected")
     c, size = source.config, prefix_size(extract, source.config.ffn)
     dtype = torch.float32 if source.weights.storage == "float32" else torch.bfloat16
     part = part_of(out)

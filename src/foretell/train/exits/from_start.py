@@ -23,6 +23,7 @@ from foretell.model.kernels.structures import prefix_size
 from foretell.model.training.full_forward import full_forward
 from foretell.speculator.network.draft_model import blank_blocks
 from foretell.train.exits.descent import Descent, OnStep, ignore_step
+from foretell.train.exits.shallow_deep import aligned_distance
 from foretell.utils.options import Option
 
 ExitLoss = Literal["none", "uniform", "linear", "layerskip"]
@@ -42,7 +43,9 @@ _LAYERSKIP_SCALE = 0.2
 
 @dataclass(frozen=True)
 class FromStartSettings:
-    """`widths`: shares of the neurons, of which a step draws one (MatFormer, arXiv 2310.07707)."""
+    """`widths`: shares of the neurons, of which a step draws one (MatFormer, arXiv 2310.07707). `exits`: layers with an
+    early loss; empty: all. With `distillation` the first layers, up to the only exit, learn from deeper ones.
+    """
 
     steps: Annotated[int, Option("Gradient steps.", "N", least=1)] = 1000
     rate: Annotated[float, Option("Largest learning rate.", "X", "--lr", 0)] = 3e-3
@@ -58,8 +61,10 @@ class FromStartSettings:
     depth: Annotated[
         Depth, Option("Layers of a token: all, up to a sampled one, or SkipDecode's schedule by position.")
     ] = "all"
+    distillation: Annotated[float, Option("Weight of the distance to states of deeper layers; 0: none.", least=0)] = 0.0
     seed: Annotated[int, Option("Seed of weights, batches and draws.", "N", least=0)] = 0
     widths: tuple[float, ...] = (1.0,)
+    exits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.layer_dropout < 1:
@@ -112,10 +117,11 @@ def exit_weights(kind: ExitLoss, layers: int) -> tuple[float, ...]:
 
 
 class DepthLoss(NamedTuple):
-    """The cross-entropy in nats, and the mean number of layers that a token ran."""
+    """The cross-entropy in nats, the mean number of layers that a token ran, and the states after each layer."""
 
     loss: Float[torch.Tensor, ""]
     layers: float
+    states: list[Float[torch.Tensor, "b s d"]]
 
 
 def depth_loss(
@@ -124,12 +130,15 @@ def depth_loss(
     weights: Sequence[float],
     runs: Bool[torch.Tensor, "l b s"] | None = None,
     leave: Leave | None = None,
+    learn: Bool[torch.Tensor, "b t"] | None = None,
 ) -> DepthLoss:
     """The cross-entropy with the text after layers of these weights; `runs`: the layers of every token, where s is 1 or
     t - 1 (None: all). With `leave` a token has one loss, after the layer where it leaves, and runs no layer after it.
+    `learn`: tokens whose successors are learned (None: all).
     """
-    x, following = decoder.embed(tokens[:, :-1]), tokens[:, 1:]
+    x, following, states = decoder.embed(tokens[:, :-1]), tokens[:, 1:], list[torch.Tensor]()
     here = torch.ones_like(following, dtype=torch.bool)
+    wanted = here if learn is None else learn[:, :-1]
     total, weight, ran, layers = x.new_zeros(()), 0.0, 0.0, decoder.config.layers
     for i in range(layers):
         after = full_forward(decoder, x, i, i + 1)
@@ -140,11 +149,13 @@ def depth_loss(
         if leave is not None:
             learned = here if i == layers - 1 else here & leave(i + 1, x.detach())
             here, factor = here & ~learned, 1.0
+        states.append(x)
+        learned = learned & wanted
         if factor and bool(learned.any()):
             logits = decoder.logits(decoder.final_norm(x[learned]))
             total = total + factor * F.cross_entropy(logits, following[learned], reduction="sum")
             weight += factor * int(learned.sum())
-    return DepthLoss(total / weight, ran)
+    return DepthLoss(total / max(weight, 1.0), ran, states)
 
 
 def train_from_start(
@@ -153,24 +164,29 @@ def train_from_start(
     settings: FromStartSettings,
     leave: Leave | None = None,
     on_step: OnStep = ignore_step,
+    learn: Bool[torch.Tensor, " n"] | None = None,
+    blocks_only: bool = False,
 ) -> None:
-    """Train all weights of a float32 decoder with tied embedding on pieces of a text, in place. `leave`: tokens leave
-    where it says, and their loss is there alone (ConsistentEE's third stage, arXiv 2312.11882).
+    """Train all weights of a float32 decoder with tied embedding on pieces of a text, in place, or its blocks alone.
+    `leave`: tokens leave where it says, and their loss is there alone (ConsistentEE's third stage, arXiv 2312.11882).
+    `learn`: tokens whose successors are learned.
 
     Raises:
         ValueError: the text is shorter than a piece.
     """
     if len(text) <= settings.sequence:
         raise ValueError(f"the text has {len(text)} tokens, and a piece --sequence {settings.sequence} and one more")
-    tied, generator, steps = nn.Parameter(decoder.embedding.data), torch.Generator().manual_seed(settings.seed), count()
-    decoder.embedding = decoder.head.weight = tied
+    generator, steps = torch.Generator().manual_seed(settings.seed), count()
+    decoder.requires_grad_(False)
+    trained = [p for p in decoder.blocks.parameters() if p.is_floating_point()]
+    if not blocks_only:
+        decoder.embedding = decoder.head.weight = nn.Parameter(decoder.embedding.data)
+        trained += [decoder.embedding, *decoder.norm.parameters()]
     dense = [block.mlp for block in decoder.blocks]
-    for block in decoder.blocks:
+    for block in decoder.blocks if settings.widths != (1.0,) else ():
         block.mlp = NestedFeedForward(block.mlp)  # type: ignore[arg-type]
     Descent.of_blocks(settings.steps, settings.rate, warm_up=max(1, settings.steps // 20)).run(
-        [tied, *(p for part in (decoder.blocks, decoder.norm) for p in part.parameters())],
-        lambda: _step_loss(decoder, text, settings, next(steps), generator, leave),
-        on_step,
+        trained, lambda: _step_loss(decoder, text, settings, next(steps), generator, leave, learn), on_step
     )
     for block, mlp in zip(decoder.blocks, dense, strict=True):
         block.mlp = mlp
@@ -183,24 +199,33 @@ def _step_loss(
     step: int,
     generator: torch.Generator,
     leave: Leave | None,
+    learn: Bool[torch.Tensor, " n"] | None,
 ) -> Float[torch.Tensor, ""]:
     layers, s = decoder.config.layers, settings.sequence
     rows = max(1, settings.batch // s)
-    begin = torch.randint(len(text) - s, (rows, 1), generator=generator)
-    tokens, runs = text[begin + torch.arange(s + 1)], None
-    set_neurons(decoder, settings.widths[int(torch.randint(len(settings.widths), (), generator=generator))])
-    weights = exit_weights(settings.exit_loss, layers)
-    weights = tuple(w * (i == layers - 1 or (i - step) % settings.rotate == 0) for i, w in enumerate(weights))
+    piece = torch.randint(len(text) - s, (rows, 1), generator=generator) + torch.arange(s + 1)
+    runs, learn = None, None if learn is None else learn[piece]
+    width = settings.widths[int(torch.randint(len(settings.widths), (), generator=generator))]
+    if settings.widths != (1.0,):
+        set_neurons(decoder, width)
+    exits = settings.exits or range(1, layers)
+    weights = [
+        w * (i == layers or (i in exits and (i - 1 - step) % settings.rotate == 0))
+        for i, w in enumerate(exit_weights(settings.exit_loss, layers), 1)
+    ]
     if settings.layer_dropout:
         dropped = settings.layer_dropout * (2 ** (torch.arange(layers) / max(1, layers - 1)) - 1)
         runs = torch.rand(layers, rows, 1, generator=generator) >= dropped[:, None, None]
     if settings.depth == "sampled":
-        exits = torch.randint(1, layers + 1, (rows, s), generator=generator)
-        leave = lambda i, _: exits == i  # noqa: E731
+        last = torch.randint(1, layers + 1, (rows, s), generator=generator)
+        leave = lambda i, _: last == i  # noqa: E731
     elif settings.depth == "schedule":
-        prompt = torch.randint(s, (rows, 1), generator=generator)
-        runs = schedule(layers, s, prompt)
-    return depth_loss(decoder, tokens, weights, runs, leave).loss
+        runs = schedule(layers, s, torch.randint(s, (rows, 1), generator=generator))
+    out = depth_loss(decoder, text[piece], weights, runs, leave, learn)
+    if not settings.distillation:
+        return out.loss
+    wanted = slice(None) if learn is None else learn[:, :-1]
+    return out.loss + settings.distillation * aligned_distance([x[wanted] for x in out.states], settings.exits[0])
 
 
 def schedule(layers: int, length: int, prompt: Int[torch.Tensor, "b 1"]) -> Bool[torch.Tensor, "l b s"]:
