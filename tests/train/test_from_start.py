@@ -159,6 +159,17 @@ def test_the_command_writes_a_model_with_its_tokenizer_that_drafts_for_itself(tm
     further = "--from", str(out), "--text", str(text), "--depth", "schedule"
     scheduled = run_foretell("train", "decoder", *further, *few, "--out", tmp_path / "scheduled")
     assert scheduled.exit_code == 0 and "before the training" in scheduled.stdout, scheduled.output
+    # ConsistentEE: a policy over exits, then the loss where it lets each token leave.
+    answers, exits = tmp_path / "answers", tmp_path / "exits"
+    for command in (
+        ("data", "generate", "--model", out, "--text", text, "--tokens", "1500", "--out", answers),
+        ("train", "exits", out, "--data", answers, "--kind", "shared", "--halting", "policy", "--layers", "1", "--out",
+         exits),
+        ("train", "decoder", "--from", out, "--choose", exits, "--text", text, *few, "--out", tmp_path / "chosen"),
+    ):  # fmt: skip
+        result = run_foretell(*command)
+        assert result.exit_code == 0, (result.output, result.exception)
+    assert "before the training" in result.stdout
 
 
 @pytest.mark.parametrize(
