@@ -44,7 +44,8 @@ def trainable() -> Decoder:
 
 def logits(decoder: Decoder, layers: int) -> torch.Tensor:
     x = decoder.embed(TOKENS[:, :-1])
-    return decoder.logits(decoder.final_norm(full_forward(decoder, x, 0, layers)))
+    out: torch.Tensor = decoder.logits(decoder.final_norm(full_forward(decoder, x, 0, layers)))
+    return out
 
 
 def test_one_exit_of_weight_one_is_the_model() -> None:
@@ -116,14 +117,19 @@ def test_a_nested_step_changes_the_first_neurons_alone() -> None:
     decoder = trainable()
     set_neurons(decoder, 0.5)
     depth_loss(decoder, TOKENS, exit_weights("none", LAYERS)).loss.backward()
-    for block in decoder.blocks:
-        gate_up, down = block.mlp.gate_up.weight.grad, block.mlp.down.weight.grad
+    for i in range(LAYERS):
+        mlp = decoder.block(i).mlp
+        assert isinstance(mlp, FeedForward)
+        gate_up, down = mlp.gate_up.weight.grad, mlp.down.weight.grad
+        assert gate_up is not None and down is not None
         assert down[:, :64].abs().sum() > 0 and down[:, 64:].abs().sum() == 0
         assert gate_up.view(2, 128, -1)[:, 64:].abs().sum() == 0
     # What decoding extracts has the logits of the slice that is trained.
     written = trainable()
-    for block in written.blocks:
-        block.mlp = FeedForward(block.mlp.gate_up, block.mlp.down, block.mlp.activation)
+    for i in range(LAYERS):
+        mlp = written.block(i).mlp
+        assert isinstance(mlp, FeedForward)
+        written.block(i).mlp = FeedForward(mlp.gate_up, mlp.down, mlp.activation)
     extracted = sparse_decoder(written, [FirstNeurons(64)] * LAYERS)
     torch.testing.assert_close(logits(extracted, LAYERS), logits(decoder, LAYERS))
     set_neurons(decoder, 1.0)

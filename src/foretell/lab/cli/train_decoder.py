@@ -162,6 +162,7 @@ def _create(texts: list[str], layers: int, hidden: int, ffn: int, vocab: int, se
     )
     tokenizer.train_from_iterator(texts, trainer)
     end = tokenizer.token_to_id(_END)
+    assert end is not None
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{_END} $A", special_tokens=[(_END, end)])
     heads = hidden // _HEAD
     config = ModelConfig(
