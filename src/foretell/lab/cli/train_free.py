@@ -83,7 +83,7 @@ def free(
     count = max(1, min(len(dataset) // 2, round(_HELD_OUT * len(dataset)), _MOST_HELD_OUT))
     documents, held = ([dataset[i] for i in part] for part in dataset.split(count))
     text, learn = _answers(documents)
-    asked = replace(_FREE, **settings, exits=(shallow,), sequence=min(_FREE.sequence, len(text) - 1))
+    asked = replace(_FREE, **settings, exits=(shallow,), sequence=min(_FREE.sequence, settings["batch"], len(text) - 1))
     decoder = target.checkpoint.decoder(torch.float32)
 
     def agreement() -> float:

@@ -49,7 +49,7 @@ class FromStartSettings:
 
     steps: Annotated[int, Option("Gradient steps.", "N", least=1)] = 1000
     rate: Annotated[float, Option("Largest learning rate.", "X", "--lr", 0)] = 3e-3
-    batch: Annotated[int, Option("Tokens of a batch.", "N", "--batch-tokens", 1)] = 2048
+    batch: Annotated[int, Option("Tokens of a batch, one piece at least.", "N", "--batch-tokens", 1)] = 2048
     sequence: Annotated[int, Option("Tokens of a piece of text.", "N", least=2)] = 256
     exit_loss: Annotated[
         ExitLoss, Option("Losses after layers before the last: none, uniform, linear in the layer, or LayerSkip's.")
