@@ -2,12 +2,12 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
@@ -28,10 +28,6 @@ class TargetInfo(BaseModel):
     layers: int
 
 
-_FORMER_KEYS = {"taps": "hidden_layers", "more_taps": "more_hidden_layers"}
-"""Keys of `config.json` under their former names."""
-
-
 class SpeculatorConfig(BaseModel):
     """Configuration of a speculator, stored as `config.json`. Subclasses add sizes and fix `kind`."""
 
@@ -43,12 +39,6 @@ class SpeculatorConfig(BaseModel):
     """Size of the draft vocabulary, the most frequent tokens of the training data; None: the target's vocabulary."""
     own_head: bool = False
     """Whether it has an output matrix of its own; otherwise it uses the target's (the rows of its draft vocabulary)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_former_keys(cls, values: Any) -> Any:
-        """Accept configurations that were written before the keys got their present names."""
-        return {_FORMER_KEYS.get(k, k): v for k, v in values.items()} if isinstance(values, dict) else values
 
 
 def check_mask_token(token: int, vocab: int) -> None:

@@ -70,9 +70,6 @@ class Correction(nn.Module, ABC):
     drafted.
     """
 
-    whole_vocab = True
-    """It chooses among the target's tokens, so that no draft vocabulary may be reduced."""
-
     def prepare(self, blocks: Blocks, embed: Embed) -> Blocks:
         """The blocks with what is computed once for each."""
         return blocks
@@ -187,8 +184,6 @@ class RefinerConfig(CorrectionConfig):
 
 class Refiner(Correction):
     """Adds logits of low rank from the states of all slots and the tokens before every slot, mixed causally."""
-
-    whole_vocab = False
 
     def __init__(self, config: RefinerConfig, hidden: int, vocab: int, outputs: int, slots: int, eps: float) -> None:
         super().__init__()

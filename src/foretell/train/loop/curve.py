@@ -6,9 +6,8 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict
 
-from foretell.train.loop.settings import rename_key
 from foretell.utils.paths import replace_file
 
 _AXES_COLOR, _GRID_COLOR, _LOSS_COLOR, _TOKENS_COLOR = "#333333", "#dddddd", "#0b6e99", "#d9730d"
@@ -31,12 +30,6 @@ class StepMetrics(BaseModel):
     """Further metrics of the recipe."""
     tokens_per_pass: float | None = None
     """Measured after this step; None: not measured."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_old_names(cls, values: Any) -> Any:
-        """Read checkpoints in which `metrics` is called `figures`."""
-        return rename_key(values, "figures", "metrics")
 
 
 def write_curve(out: Path, rows: Sequence[StepMetrics], with_plot: bool) -> None:

@@ -1,8 +1,8 @@
 """Settings of a training, as given on the command line."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from foretell.utils.options import Option
 
@@ -82,12 +82,6 @@ class TrainingSettings(BaseModel):
     ] = "auto"
     cache_gib: Annotated[float, Option("Maximum size of cached hidden states in GiB.", "X")] = Field(6.0, ge=0)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_old_names(cls, values: Any) -> Any:
-        """Read checkpoints in which `init_from` is called `begin`."""
-        return rename_key(values, "begin", "init_from")
-
     def first_difference(self, other: "TrainingSettings") -> str | None:
         """Name of the first setting that prevents resuming with the `other` settings; None: there is none."""
         mine, theirs = self.model_dump(), other.model_dump()
@@ -101,8 +95,3 @@ OPTION_NAMES = {"init_from": "--from", "options": "--set", "recipe": "the recipe
 def option_name(name: str) -> str:
     """The command-line option of a setting."""
     return OPTION_NAMES.get(name, "--" + name.replace("_", "-"))
-
-
-def rename_key(values: Any, old: str, new: str) -> Any:
-    """A JSON object with a key renamed; other values unchanged."""
-    return {new if key == old else key: value for key, value in values.items()} if isinstance(values, dict) else values
