@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from foretell.retrieval.suffix_array import SEPARATOR, build_suffix_array
 from foretell.tokenizer.codec import TextCodec
 from foretell.utils.paths import require_empty
-from foretell.utils.unfinished import part_of, put_in_place, remove
+from foretell.utils.unfinished import whole
 from foretell.utils.validation import read_model
 
 DEFAULT_DEPTH = 16
@@ -153,16 +153,11 @@ def write_datastore(
         tokenizer=tokenizer,
         fingerprint=tokenizer_fingerprint(codec),
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = part_of(out)
-    try:
+    with whole(out) as unfinished:
         unfinished.mkdir()
         np.save(unfinished / "tokens.npy", tokens)
         np.save(unfinished / "suffixes.npy", build_suffix_array(tokens, depth))
         (unfinished / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
-        put_in_place(unfinished, out)
-    finally:
-        remove(unfinished)
     return manifest
 
 

@@ -9,7 +9,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -53,6 +54,20 @@ def part_of(out: Path) -> Path:
             path.rename(out)
         remove(path)
     return _hidden(out, "part")
+
+
+@contextmanager
+def whole(out: Path) -> Iterator[Path]:
+    """A hidden name to write a file or a folder under, which then takes the place of `out` in one step; after an error
+    nothing of it is left. Folders above `out` are made.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = part_of(out)
+    try:
+        yield part
+        put_in_place(part, out)
+    finally:
+        remove(part)
 
 
 def _hidden(out: Path, kind: str) -> Path:

@@ -22,7 +22,7 @@ from foretell.model.load.reference import resolve_reference
 from foretell.model.run.partial_pass import check_spans
 from foretell.train.data.dataset import Document
 from foretell.train.exits.shallow_deep import ShallowDeepSettings, shallow_quality, train_shallow_deep
-from foretell.utils.unfinished import part_of, put_in_place, remove
+from foretell.utils.unfinished import whole
 from foretell.verify.comparison import Comparison
 
 _HELD_OUT, _MOST_HELD_OUT, _COMPARED_TOKENS = 0.1, 16, 128
@@ -95,15 +95,11 @@ def free(
 
 def _write(source: Source, decoder: Decoder, out: Path) -> None:
     """Write the trained blocks with all else of the source; the checkpoint appears whole or not at all."""
-    part = part_of(out)
     config = source.config
-    try:
+    with whole(out) as part:
         write_checkpoint(
             source, config, list(range(config.layers)), lambda i: tensors_of(config, i, decoder.block(i)), part
         )
-        put_in_place(part, out)
-    finally:
-        remove(part)
 
 
 def _compare(source: Source, out: Path, held: list[Document]) -> Comparison:

@@ -48,7 +48,7 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.pack import TWO_OF_FOUR_INPUTS
 from foretell.model.load.build import build_block
 from foretell.utils.names import unknown
-from foretell.utils.unfinished import part_of, put_in_place, remove
+from foretell.utils.unfinished import whole
 
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")
@@ -203,8 +203,7 @@ def compress_model(
     except ValueError:
         work.remove()
         raise
-    part = part_of(out)
-    try:
+    with whole(out) as part:
         write_checkpoint(source, output_config(source, chosen, kept), kept, changed, part)
         opened = open_checkpoint(part)
         compared = compare((source.config, source.weights), (opened.config, opened.weights), text.held_back)
@@ -223,11 +222,8 @@ def compress_model(
             comparison=compared,
         )
         write_card(part, card)
-        put_in_place(part, out)
-        work.remove()
-        return card
-    finally:
-        remove(part)
+    work.remove()
+    return card
 
 
 def _reduce(

@@ -34,7 +34,7 @@ from foretell.model.load.gguf import GGUF
 from foretell.model.load.weights import Weights
 from foretell.tokenizer.codec import TextCodec
 from foretell.utils.names import unknown
-from foretell.utils.unfinished import part_of, put_in_place, remove
+from foretell.utils.unfinished import whole
 from foretell.verify.comparison import Comparison
 
 Tensor = torch.Tensor
@@ -163,8 +163,7 @@ def quantize_model(
     Raises:
         ValueError: the model cannot be written in this format.
     """
-    part = part_of(target.path)
-    try:
+    with whole(target.path) as part:
         output = _open_output(part, source, target)
         try:
             _write(source, quantizer, target, text, output, progress)
@@ -173,11 +172,7 @@ def quantize_model(
             output.abandon()
             raise
         config, weights, _, _ = open_checkpoint(part)
-        comparison = compare((source.config, source.weights), (config, weights), text.held_back)
-        put_in_place(part, target.path)
-        return comparison
-    finally:
-        remove(part)
+        return compare((source.config, source.weights), (config, weights), text.held_back)
 
 
 def _open_output(part: Path, source: Source, target: Target) -> Output:
