@@ -181,11 +181,7 @@ def load(
 def _with_cache(
     reference: str, config: ModelConfig, dtype: str, policy: CachePolicy | None, device: str
 ) -> ModelConfig:
-    """The configuration with a cache of these numbers, of which tokens select keys where the policy says so.
-
-    Raises:
-        ValueError: the model or the device has no such cache.
-    """
+    """The configuration with a cache of these numbers, of which tokens select keys where the policy says so."""
     if config.latent is not None and dtype != "auto":
         raise ValueError(f"{reference}: kv_cache_dtype {dtype} is not for multi-head latent attention; use auto")
     if dtype == "fp8" and device == "cpu":
@@ -203,9 +199,6 @@ def _adapted(
 ) -> dict[str, Network]:
     """The network with each of the adapters that requests choose among, by their names: beside its weights, or, where
     that is not possible, merged into a copy of them, of which `rounded` gives what is packed.
-
-    Raises:
-        ValueError: an adapter has no name or that of another, or cannot be read.
     """
     made, (config, weights, precision, device) = dict[str, Network](), checkpoint.parts
     for reference in adapters:
@@ -321,11 +314,7 @@ def load_draft(reference: str, dtype: str = "auto", device: str = "cpu") -> Mode
 
 
 def _refuse_no_draft(path: Path) -> None:
-    """Refuse a directory that is no speculator by its files, and no language model either.
-
-    Raises:
-        ValueError: it has no safetensors, by which most speculators are recognised, or names no type of model.
-    """
+    """Refuse a directory that is no speculator by its files, and no language model either."""
     raw = _read_config(path) or {}
     if not any(path.glob("*.safetensors")):
         raise ValueError(missing_weights(path))
@@ -473,11 +462,7 @@ def _image_token(path: Path, raw: Mapping[str, Any]) -> int:
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:
-    """The configuration of the model in a directory; None: a GGUF file.
-
-    Raises:
-        ValueError: there is none, or it is damaged.
-    """
+    """The configuration of the model in a directory; None: a GGUF file."""
     if path.is_file():
         return None
     if not (path / "config.json").is_file():

@@ -288,11 +288,7 @@ def _check_traces(endpoint: str | None) -> str | None:
 
 
 def _syntaxes(tools: str | None, reasoning: str | None) -> "SyntaxNames":
-    """The names of syntaxes, if they are known ones.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """The names of syntaxes, if they are known ones."""
     from foretell.serve.reasoning import NONE, REASONING_SYNTAXES
     from foretell.serve.settings import SyntaxNames
     from foretell.serve.tools.syntax import TOOL_SYNTAXES

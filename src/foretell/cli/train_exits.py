@@ -117,11 +117,7 @@ def exits(
 
 
 def _draft_model(target: Model, folder: Path) -> DraftNetwork:
-    """The draft model whose blocks an exit begins with.
-
-    Raises:
-        ValueError: it is another kind of speculator.
-    """
+    """The draft model whose blocks an exit begins with."""
     speculator = target.speculator(folder)
     if not isinstance(speculator, DraftNetwork):
         raise ValueError(

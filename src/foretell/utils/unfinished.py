@@ -102,11 +102,7 @@ def remove(path: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange the names of two files or folders in one step; False: the system or its file system cannot.
-
-    Raises:
-        OSError: they cannot be renamed.
-    """
+    """Exchange the names of two files or folders in one step; False: the system or its file system cannot."""
     call = _exchange_call()
     if call is None:
         return False

@@ -137,11 +137,7 @@ def _progress_bar(first: str) -> Iterator[Callable[[str, float], None]]:
 
 
 def _budgets(text: str) -> dict[str, float]:
-    """Most values by measure.
-
-    Raises:
-        ValueError: a part is no assignment of a number.
-    """
+    """Most values by measure."""
     budgets = {}
     for part in options.split_commas(text):
         name, value = split_assignment(part, "--budget", "kl=0.02")

@@ -152,11 +152,7 @@ def _informed(
 
 
 def _leave_out_failed(frontier: Frontier, results: Mapping[str, Sequence[QuestionResult]]) -> None:
-    """Move the variants that answered no question, or with one token at most, to the unavailable ones.
-
-    Raises:
-        ValueError: the exact model answered none.
-    """
+    """Move the variants that answered no question, or with one token at most, to the unavailable ones."""
     errors = {name: next(iter(r.error for r in answered if r.repeat == 0), None) for name, answered in results.items()}
     failed = {name for name, answered in results.items() if all(r.error is not None for r in answered)}
     short = {
