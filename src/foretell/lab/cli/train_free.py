@@ -14,9 +14,7 @@ from foretell.cli.given import refuse_unused
 from foretell.cli.setup import load_model
 from foretell.lab.cli.quantize import Force, check_output, format_comparison
 from foretell.lab.compress.checkpoint import tensors_of, write_checkpoint
-from foretell.lab.quantize.evaluate import compare
 from foretell.lab.quantize.job import Source
-from foretell.load import open_checkpoint
 from foretell.model.block.decoder import Decoder
 from foretell.model.load.reference import resolve_reference
 from foretell.model.run.partial_pass import check_spans
@@ -108,6 +106,4 @@ def _compare(source: Source, out: Path, held: list[Document]) -> Comparison:
     if not texts:
         shortest = min(len(d.tokens) for d in held)
         texts = [d.tokens[:shortest] for d in held]
-    opened = open_checkpoint(out)
-    tokens = torch.stack([torch.from_numpy(text).long() for text in texts])
-    return compare((source.config, source.weights), (opened.config, opened.weights), tokens)
+    return source.compare_with(out, torch.stack([torch.from_numpy(text).long() for text in texts]))

@@ -39,10 +39,8 @@ from foretell.lab.compress.sparsity import Pattern, Sparsity
 from foretell.lab.compress.unfinished import UnfinishedResult, text_digest
 from foretell.lab.quantize.base import Role, linears, set_matrix
 from foretell.lab.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
-from foretell.lab.quantize.evaluate import compare
 from foretell.lab.quantize.job import Source
 from foretell.lab.quantize.layout import EMBEDDING, shapes_of
-from foretell.load import open_checkpoint
 from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.pack import TWO_OF_FOUR_INPUTS
@@ -205,8 +203,6 @@ def compress_model(
         raise
     with whole(out) as part:
         write_checkpoint(source, output_config(source, chosen, kept), kept, changed, part)
-        opened = open_checkpoint(part)
-        compared = compare((source.config, source.weights), (opened.config, opened.weights), text.held_back)
         card = Card(
             method=chosen.method,
             amount=chosen.amount,
@@ -219,7 +215,7 @@ def compress_model(
             calibration_tokens=text.calibration.numel(),
             calibration_sha256=text_digest(text),
             comparison_text=text.origin,
-            comparison=compared,
+            comparison=source.compare_with(part, text.held_back),
         )
         write_card(part, card)
     work.remove()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from foretell.lab.quantize.base import InputStatistics, Quantizer, Role, linears
 from foretell.lab.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
@@ -81,6 +81,11 @@ class Source:
         config, weights, read_codec, eos = open_checkpoint(path)
         require_supported(config, name, action)
         return Source(name, path, config, weights, read_codec(), eos)
+
+    def compare_with(self, path: Path, tokens: Int[torch.Tensor, "b s"]) -> Comparison:
+        """The next-token distributions of what was made of the model beside its own."""
+        made = open_checkpoint(path)
+        return compare((self.config, self.weights), (made.config, made.weights), tokens)
 
 
 @dataclass(frozen=True)
@@ -171,8 +176,7 @@ def quantize_model(
         except BaseException:
             output.abandon()
             raise
-        config, weights, _, _ = open_checkpoint(part)
-        return compare((source.config, source.weights), (config, weights), text.held_back)
+        return source.compare_with(part, text.held_back)
 
 
 def _open_output(part: Path, source: Source, target: Target) -> Output:
