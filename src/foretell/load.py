@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from foretell.api import Model
+from foretell.core.target_options import TargetOptions
 from foretell.model.cache.policy import CachePolicy, parse_target_policy
 from foretell.model.config.model import CacheDtype, ModelConfig, with_context, with_rope_scaling
 from foretell.model.config.readers.compressed import check_card
@@ -215,49 +216,12 @@ def _adapted(
     return made
 
 
-@dataclass(frozen=True)
-class TargetOptions:
-    """Options of a target for long texts and for cheaper passes, as `load` has them; `rope_scaling` as JSON."""
-
-    max_model_len: int | None = None
-    rope_scaling: str | None = None
-    kv_cache_dtype: str = "auto"
-    kv_cache_policy: str | None = None
-    sparsity: Path | None = None
-    pre_tokenizer: str | None = None
-    chat_template_date: str | None = None
-    """In the form of ISO 8601."""
-    lora: Sequence[str] = ()
-    adapters: Sequence[str] = ()
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-
-    @property
-    def split(self) -> Split:
-        """The parts of the target."""
-        return Split(self.tensor_parallel, self.pipeline_parallel)
-
-    def load(self, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
-        """Load a target with these options."""
-        scaling = None if self.rope_scaling is None else parse_object(self.rope_scaling, "--rope-scaling")
-        date = None if self.chat_template_date is None else _parse_date(self.chat_template_date)
-        return load(
-            model,
-            dtype,
-            device,
-            memory_limit,
-            max_model_len=self.max_model_len,
-            rope_scaling=scaling,
-            kv_cache_dtype=self.kv_cache_dtype,
-            kv_cache_policy=self.kv_cache_policy,
-            sparsity=self.sparsity,
-            pre_tokenizer=self.pre_tokenizer,
-            chat_template_date=date,
-            lora=self.lora,
-            adapters=self.adapters,
-            tensor_parallel=self.tensor_parallel,
-            pipeline_parallel=self.pipeline_parallel,
-        )
+def load_target(options: TargetOptions, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
+    """Load a target with these options; see `load`."""
+    scaling = None if options.rope_scaling is None else parse_object(options.rope_scaling, "--rope-scaling")
+    date = None if options.chat_template_date is None else _parse_date(options.chat_template_date)
+    own: dict[str, Any] = vars(options) | {"rope_scaling": scaling, "chat_template_date": date}
+    return load(model, dtype, device, memory_limit, **own)
 
 
 def _parse_date(text: str) -> datetime:
@@ -267,10 +231,6 @@ def _parse_date(text: str) -> datetime:
         raise ValueError(
             f"--chat-template-date must be a date as 2026-03-04 or 2026-03-04T05:06, found {text!r}"
         ) from None
-
-
-PLAIN_TARGET = TargetOptions()
-"""A target as it is."""
 
 
 def _load_network(checkpoint: "_FileCheckpoint", sparsity: Path | None, memory_limit: int | None) -> Network:

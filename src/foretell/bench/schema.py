@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from foretell.load import PLAIN_TARGET, TargetOptions
+from foretell.core.target_options import PLAIN_TARGET, TargetOptions
 
 
 class FrozenModel(BaseModel):

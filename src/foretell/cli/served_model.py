@@ -6,7 +6,7 @@ from pathlib import Path
 from foretell.catalogue import catalogue, find
 from foretell.cli.drafter_check import checked
 from foretell.cli.setup import MethodSelection, load_models, set_threads
-from foretell.load import TargetOptions
+from foretell.core.target_options import TargetOptions
 from foretell.model.load.adapter import adapter_name
 from foretell.model.load.memory import available_memory
 from foretell.model.load.reference import resolve_reference

@@ -34,7 +34,7 @@ def serve_(
     repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Repetitions.")] = 3,
     fields: Annotated[
         list[str] | None,
-        typer.Option("--fields", metavar="NAME=JSON", help="Further fields of a server's requests; repeatable."),
+        typer.Option(metavar="NAME=JSON", help="Further fields of a server's requests; repeatable."),
     ] = None,
     identity: Annotated[
         bool,

@@ -44,7 +44,7 @@ def step(
         str,
         typer.Option(
             help="With --shape: write random weights of this type (bf16, Q8_0, Q4_0, Q4_1 or Q4_K) to a GGUF file "
-            "once, and load it.",
+            "once, and load it."
         ),
     ] = "",
     dtype: Annotated[

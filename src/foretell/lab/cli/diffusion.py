@@ -26,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[str, typer.Option("--model", metavar="REF", help="Directory or hub id of a masked diffusion model.")]
+Model = Annotated[str, typer.Option(metavar="REF", help="Directory or hub id of a masked diffusion model.")]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32 or bfloat16.")]
 Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")]
 
