@@ -9,7 +9,7 @@ import typer
 
 from foretell.cli import options
 from foretell.cli.given import refuse_unused
-from foretell.serve.settings import Limits, ServerSettings, SyntaxNames, Timeouts
+from foretell.serve.settings import EngineSettings, Limits, ServerSettings, SyntaxNames, Timeouts
 from foretell.utils.names import unknown
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -25,6 +25,8 @@ NEEDED = ("starlette", "uvicorn", "prometheus_client")
 @options.with_settings(Limits(), "limits")
 @options.with_settings(Timeouts(), "timeouts")
 @options.with_settings(ServerSettings(()), "own")
+@options.with_settings(EngineSettings(), "engine")
+@options.with_settings(SyntaxNames(), "syntaxes")
 def serve(
     ctx: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
@@ -72,28 +74,7 @@ def serve(
             help="Least time between two pieces of a stream, beside its first and last one; 0: a piece per pass.",
         ),
     ] = 10.0,
-    disable_by_batch_size: Annotated[
-        int | None,
-        typer.Option(
-            "--speculative-disable-by-batch-size",
-            metavar="N",
-            min=0,
-            help="A request beside so many others gets no drafts, where that leaves the text of its seed as it is. "
-            "Default: any number; the server drafts where measured times say that it pays.",
-        ),
-    ] = None,
-    kv_cache_memory_bytes: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Greatest size of the key-value cache. Where it is full, ended requests are forgotten, then running "
-            "ones wait. Default: half of the free memory.",
-        ),
-    ] = None,
-    enable_prefix_caching: Annotated[
-        bool, typer.Option(help="Reuse the cache of earlier requests with the same beginning; same bits as without.")
-    ] = True,
+    engine: options.Settings = options.NO_SETTINGS,
     generation_config: Annotated[
         str,
         typer.Option(
@@ -103,20 +84,7 @@ def serve(
     override_generation_config: Annotated[
         str | None, typer.Option(metavar="JSON", help="Sampling defaults that go before, as a JSON object.")
     ] = None,
-    tool_call_parser: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="How the model writes calls of tools, by vLLM's name. Default: as its template shows."
-        ),
-    ] = None,
-    reasoning_parser: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="How the model marks its reasoning, by vLLM's name, or none: it is part of the answer. Default: as "
-            "its template shows.",
-        ),
-    ] = None,
+    syntaxes: options.Settings = options.NO_SETTINGS,
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(metavar="ORIGIN", help="Let pages of this origin call (CORS); repeatable."),
@@ -160,7 +128,6 @@ def serve(
     from foretell.core.target_options import TargetOptions
     from foretell.model.load.adapter import adapter_name
     from foretell.serve.auth import read_keys
-    from foretell.serve.loaded import EngineSettings
     from foretell.serve.origin import is_local
     from foretell.serve.run import Address
 
@@ -176,7 +143,7 @@ def serve(
         api_keys=read_keys(api_key or (), api_key_file, os.environ.get(API_KEY_VARIABLE, "")),
         cors_origins=tuple(allowed_origins or ()),
         allowed_hosts=tuple(allowed_hosts or ()) if allowed_hosts or (is_local(host) and uds is None) else None,
-        syntaxes=_syntaxes(tool_call_parser, reasoning_parser),
+        syntaxes=_syntaxes(**syntaxes),
         limits=Limits(**limits),
         timeouts=Timeouts(**timeouts),
         stream_interval=stream_interval_ms / 1000,
@@ -189,13 +156,7 @@ def serve(
         selection=parse_method(method, speculative_config, draft_model),
         references=tuple(reference or ()),
         target_options=TargetOptions(**{**target, "lora": merged}, adapters=beside),
-        engine=EngineSettings(
-            rows=limits["max_num_seqs"],
-            prefix_caching=enable_prefix_caching,
-            itl_target=itl_target_ms / 1000 or None,
-            cache_bytes=kv_cache_memory_bytes,
-            disable_by_batch_size=disable_by_batch_size,
-        ),
+        engine=EngineSettings(limits["max_num_seqs"], itl_target_ms / 1000 or None, **engine),
         generation_config=generation_config,
         override_generation_config=override_generation_config,
         allowed=tuple(request_method or ()),

@@ -13,7 +13,8 @@ from foretell.model.load.reference import resolve_reference
 from foretell.model.run.runner import shares_prefixes
 from foretell.serve.defaults import read_defaults
 from foretell.serve.fingerprint import file_bytes, system_fingerprint
-from foretell.serve.loaded import EngineSettings, LoadedModel, Methods
+from foretell.serve.loaded import LoadedModel, Methods
+from foretell.serve.settings import EngineSettings
 
 CHEAP_FAMILIES = ("baseline", "retrieval")
 """Methods without weights of their own: requests may ask for them."""

@@ -71,8 +71,62 @@ class Timeouts:
 class SyntaxNames:
     """Names of how the model writes calls and reasoning; None: the chat template shows it."""
 
-    tools: str | None = None
-    reasoning: str | None = None
+    tools: Annotated[
+        str | None,
+        Option(
+            "How the model writes calls of tools, by vLLM's name. Default: as its template shows.",
+            "NAME",
+            "--tool-call-parser",
+        ),
+    ] = None
+    reasoning: Annotated[
+        str | None,
+        Option(
+            "How the model marks its reasoning, by vLLM's name, or none: it is part of the answer. Default: as its "
+            "template shows.",
+            "NAME",
+            "--reasoning-parser",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How the server's engines run; see `Engine`."""
+
+    rows: int = 16
+    """Requests that are decoded together."""
+    itl_target: float | None = 0.25
+    """Seconds between two tokens of an answer that chunks of prompts leave room for (a reader sees text come); None:
+    any.
+    """
+    disable_by_batch_size: Annotated[
+        int | None,
+        Option(
+            "A request beside so many others gets no drafts, where that leaves the text of its seed as it is. Default: "
+            "any number; the server drafts where measured times say that it pays.",
+            "N",
+            "--speculative-disable-by-batch-size",
+            0,
+        ),
+    ] = None
+    cache_bytes: Annotated[
+        int | None,
+        Option(
+            "Greatest size of the key-value cache. Where it is full, ended requests are forgotten, then running ones "
+            "wait. Default: half of the free memory.",
+            "N",
+            "--kv-cache-memory-bytes",
+            1,
+        ),
+    ] = None
+    prefix_caching: Annotated[
+        bool,
+        Option(
+            "Reuse the cache of earlier requests with the same beginning; same bits as without.",
+            name="--enable-prefix-caching/--no-enable-prefix-caching",
+        ),
+    ] = True
 
 
 @dataclass(frozen=True)

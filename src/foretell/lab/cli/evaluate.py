@@ -77,7 +77,7 @@ def evaluate(
             first = None if target["kv_cache_policy"] is None else sequences.shape[1] // 2 if start is None else start
             compared = compare_precision(exact, other, sequences, first)
         label = {"dtype": other.precision, "backend": str(other.runner().backend), "against": exact.precision}
-        reports.append(label | target | asdict(compared))
+        reports.append({**label, **target, **asdict(compared)})
         if not as_json:
             typer.echo("{dtype} ({backend}) beside {against}".format(**label), nl=False)
             typer.echo(f", {compared.tokens:,} positions of {origin}:\n{format_comparison(compared)}")
