@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from foretell.api import Model
+from foretell.cli import options
 from foretell.cli.given import refuse_unused
 from foretell.cli.options import Device, Dtype
 from foretell.cli.options import Model as ModelReference
@@ -26,16 +27,7 @@ from foretell.train.data.forks import forked_documents
 from foretell.train.data.generate import continue_answers, write_text_chunks
 from foretell.train.loop.job import check_data
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Make data sets for training speculators.",
-    pretty_exceptions_enable=False,
-)
-
-
-@app.callback()
-def main() -> None:
-    """Make data sets for training speculators."""
+app = options.group("Make data sets for training speculators.")
 
 
 @app.command()

@@ -66,8 +66,7 @@ def demo(
     from foretell.cli.comparison import Comparison, difference, warm_up
     from foretell.cli.setup import load_model
 
-    if picture is not None:
-        require_file_place(picture)
+    require_file_place(picture)
     console = Console(highlight=False)
     target = load_model(model, dtype)
     missing = missing_speculator(target)

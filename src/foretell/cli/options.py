@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 from typer.models import OptionInfo
 
 from foretell.core.parameters import PARAMETERS, Parameter
@@ -98,6 +99,14 @@ AllowSpecialTokens = Annotated[
     typer.Option("--allow-special-tokens", help="Encode the text of a special token in a message as that token."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AnswersSet = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        metavar="SET",
+        help="Data set of `foretell data generate` with the model's answers. Default: it writes one.",
+    ),
+]
 MemoryLimit = Annotated[
     int | None,
     typer.Option(
@@ -116,6 +125,13 @@ NO_TARGET: Target = {}
 Settings = Mapping[str, Any]
 """Fields of settings by their names; see `with_settings`."""
 NO_SETTINGS: Settings = {}
+
+
+def group(text: str, cls: type[TyperGroup] | None = None) -> typer.Typer:
+    """The application of a command that has commands of its own; `text`: what its help says."""
+    app = typer.Typer(cls=cls, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=text)
+    app.callback()(lambda: None)
+    return app
 
 
 _Decorator = Callable[[Callable[..., None]], Callable[..., None]]

@@ -70,8 +70,7 @@ def step(
     refuse_unused(ctx, ("rows",), "--no-engine times single passes only", not engine)
     reads_files = weights or "llama.cpp" in peers
     refuse_unused(ctx, ("gguf_cache",), "neither --weights nor --peers llama.cpp needs GGUF files", not reads_files)
-    if json_file is not None:
-        require_file_place(json_file)
+    require_file_place(json_file)
     count, sizes, batches = set_threads(threads), parse_counts(tokens, "--tokens"), parse_counts(rows, "--rows")
     peer_names = split_commas(peers)
     check_peer_device(peer_names, device)

@@ -78,8 +78,7 @@ def assess(
     refuse_unused(ctx, ("against_dtype",), "no --against names a model to compare with", against is None)
     budgets = _budgets(budget)
     check_budgets(budgets, against is not None)
-    if out is not None:
-        require_folder_place(out)
+    require_folder_place(out)
     asked = read_probes(probes)
     settings = AssessSettings(
         length=length, tokens=tokens, answers=answers, max_new_tokens=max_new_tokens, recall_facts=recall_facts,

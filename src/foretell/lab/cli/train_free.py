@@ -36,14 +36,7 @@ def free(
         int | None,
         typer.Option(metavar="N", min=1, help="The shallow model ends after so many layers. Default: a third."),
     ] = None,
-    data_folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--data",
-            metavar="SET",
-            help="Data set of `foretell data generate` with the model's answers. Default: it writes one beside DIR.",
-        ),
-    ] = None,
+    data_folder: options.AnswersSet = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of answers to write, without --data.")] = 60_000,
     settings: options.Settings = options.NO_SETTINGS,
     force: Force = False,
