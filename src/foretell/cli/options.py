@@ -160,21 +160,32 @@ def with_settings(defaults: Any, argument: str = "settings", only: Collection[st
     argument, which gets their values by the names of the fields. A field of a sequence is an option that is repeated.
     `only`: of these fields, where it is not empty.
     """
-    options, lists = list[inspect.Parameter](), set[str]()
-    for name, hint in get_type_hints(type(defaults), include_extras=True).items():
-        own = next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Option)), None)
-        if own is not None and (not only or name in only):
-            spelling, kind = own.name or "--" + name.replace("_", "-"), get_args(hint)[0]
-            # The settings say what is wrong with a name.
-            kind = str if own.metavar and get_origin(kind) is Literal else kind
-            default, many = getattr(defaults, name), get_origin(kind) is Sequence
-            if many:
-                kind, default = list[get_args(kind)[0]] | None, None  # type: ignore[misc]
-            option = typer.Option(*spelling.split(), metavar=own.metavar, help=own.help, min=own.least, max=own.most)
-            place = inspect.Parameter.POSITIONAL_OR_KEYWORD
-            options.append(inspect.Parameter(name, place, default=default, annotation=Annotated[kind, option]))
-            lists |= {name} if many else set()
-    return _in_place_of(argument, options, lambda name, value: tuple(value or ()) if name in lists else value)
+    hints = get_type_hints(type(defaults), include_extras=True)
+    shown = {
+        name: part for name in hints for part in getattr(hints[name], "__metadata__", ()) if isinstance(part, Option)
+    }
+    chosen = {name: option for name, option in shown.items() if not only or name in only}
+    kinds = {name: get_args(hints[name])[0] for name in chosen}
+    options = [_of_field(name, kinds[name], option, getattr(defaults, name)) for name, option in chosen.items()]
+    return _in_place_of(
+        argument, options, lambda name, value: tuple(value or ()) if get_origin(kinds[name]) is Sequence else value
+    )
+
+
+def _of_field(name: str, kind: Any, shown: Option, default: Any) -> inspect.Parameter:
+    """The option of a field of settings as an argument of a command."""
+    if get_origin(kind) is Sequence:
+        kind, default = list[get_args(kind)[0]] | None, None  # type: ignore[misc]
+    elif shown.metavar and get_origin(kind) is Literal:
+        kind = str  # The settings say what is wrong with a name.
+    spelling = (shown.name or "--" + name.replace("_", "-")).split()
+    option = typer.Option(*spelling, metavar=shown.metavar, help=shown.help, min=shown.least, max=shown.most)
+    return _argument(name, default, Annotated[kind, option])
+
+
+def _argument(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def _in_place_of(
@@ -202,10 +213,7 @@ def _signature(parameter: Parameter, default: Any) -> inspect.Parameter:
     """The option of a parameter as an argument of a command; a switch is off unless it is given."""
     kind: Any = list[parameter.kind] | None if parameter.many else parameter.kind
     default = None if parameter.many else False if parameter.kind is bool else default
-    annotation = Annotated[kind, _option(parameter)]
-    return inspect.Parameter(
-        parameter.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation
-    )
+    return _argument(parameter.name, default, Annotated[kind, _option(parameter)])
 
 
 def _value(parameter: Parameter, given: Any) -> Any:
