@@ -10,9 +10,10 @@ import torch
 
 from foretell.bench.competitor import MethodSpec, load_drafts
 from foretell.bench.peers import registry
-from foretell.bench.schema import BenchSettings, FrozenModel
+from foretell.bench.schema import BenchSettings
 from foretell.engine.request import Request
 from foretell.load import load_target
+from foretell.utils.validation import FrozenModel
 
 
 class MemoryTask(FrozenModel):

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 from jaxtyping import Int
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -16,7 +16,7 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.neuron_file import NeuronFile
 from foretell.model.kernels.rows import floats
 from foretell.model.kernels.structures import Precision
-from foretell.utils.validation import read_json, validate
+from foretell.utils.validation import FrozenModel, read_json, validate
 
 FILE = "placement.json"
 COUNTS = "neuron_counts.safetensors"
@@ -24,10 +24,8 @@ NEURONS = "neurons.bin"
 _HINT = "make one with `foretell calibrate placement`"
 
 
-class PlacementFile(BaseModel):
+class PlacementFile(FrozenModel):
     """What `placement.json` holds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["foretell placement"] = "foretell placement"
     layers: int = Field(ge=1)

@@ -1,24 +1,22 @@
 """The base class of trained speculators: small networks that use the target's embedding and output head."""
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import NativeLinear
 from foretell.model.run.topk import top_probabilities
+from foretell.utils.validation import FrozenModel
 
 
-class TargetInfo(BaseModel):
+class TargetInfo(FrozenModel):
     """Which model a speculator was trained for."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     fingerprint: str = ""
@@ -28,10 +26,8 @@ class TargetInfo(BaseModel):
     layers: int
 
 
-class SpeculatorConfig(BaseModel):
+class SpeculatorConfig(FrozenModel):
     """Configuration of a speculator, stored as `config.json`. Subclasses add sizes and fix `kind`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: str
     target: TargetInfo
@@ -112,9 +108,9 @@ class Speculator(nn.Module, ABC):
         """What its matrices are rounded to, set by `pack_network`; empty: they are not packed."""
 
     @property
-    @abstractmethod
     def hidden_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose hidden states it reads; see `Runner.forward`."""
+        """Layers of the target whose hidden states it reads; see `Runner.forward`. Here the input of the head."""
+        return (self.target_info.layers + 1,)
 
     @property
     def target_vocab(self) -> int:

@@ -9,10 +9,11 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 
 from foretell.speculator.network.layer import make_norm
+from foretell.utils.validation import FrozenModel
 
 Embed = Callable[[Int[torch.Tensor, "*t"]], Float[torch.Tensor, "*t d"]]
 """The target's embedding of tokens."""
@@ -59,10 +60,8 @@ class Nodes(NamedTuple):
         return self.path.gather(1, self.slot[:, None] + 1)[:, 0]
 
 
-class CorrectionConfig(BaseModel):
+class CorrectionConfig(FrozenModel):
     """Configuration of such a head."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Correction(nn.Module, ABC):

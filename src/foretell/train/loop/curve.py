@@ -6,17 +6,16 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from foretell.utils.paths import replace_file
+from foretell.utils.validation import FrozenModel
 
 _AXES_COLOR, _GRID_COLOR, _LOSS_COLOR, _TOKENS_COLOR = "#333333", "#dddddd", "#0b6e99", "#d9730d"
 
 
-class StepMetrics(BaseModel):
+class StepMetrics(FrozenModel):
     """Metrics of one optimizer step."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
     """Counted from 1."""
@@ -26,7 +25,7 @@ class StepMetrics(BaseModel):
     lr: float
     seconds: float
     """Training time so far, measurements included."""
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = Field(default_factory=dict)
     """Further metrics of the recipe."""
     tokens_per_pass: float | None = None
     """Measured after this step; None: not measured."""

@@ -2,9 +2,10 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from foretell.utils.options import Option
+from foretell.utils.validation import FrozenModel
 
 _MAY_CHANGE = frozenset({"out", "save_minutes", "features", "cache_gib"})
 """Settings that may differ when training resumes, because they do not change its result."""
@@ -13,10 +14,8 @@ DRAFT_VOCAB = 8192
 """Default size of a speculator's vocabulary."""
 
 
-class DatasetWeight(BaseModel):
+class DatasetWeight(FrozenModel):
     """A data set and how often an epoch shows each of its documents; 0.5: a random half of them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: str
     weight: float = Field(1.0, gt=0)
@@ -26,10 +25,8 @@ class DatasetWeight(BaseModel):
         return self.folder if self.weight == 1 else f"{self.folder}={self.weight:g}"
 
 
-class TrainingSettings(BaseModel):
+class TrainingSettings(FrozenModel):
     """Settings of a training; lengths are in tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     recipe: str
     model: str
