@@ -130,8 +130,8 @@ def server() -> "Iterator[Server]":
     """A server of a tiny model; a module that needs another has a fixture of its own."""
     from serving import running_server
 
-    with running_server() as found:
-        yield found
+    with running_server() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -139,5 +139,5 @@ def client(server: "Server") -> "Iterator[OpenAI]":
     """OpenAI's client of the server."""
     from openai import OpenAI
 
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as connected:
+        yield connected
