@@ -36,7 +36,7 @@ from foretell.train.exits.from_start import (
     schedule,
     train_from_start,
 )
-from foretell.utils.unfinished import part_of, put_in_place, remove
+from foretell.utils.unfinished import whole
 
 _HEAD, _CONTEXT, _END = 32, 1024, "<|endoftext|>"
 _OPTIONS = (
@@ -94,7 +94,8 @@ def decoder(
         train_from_start(
             model, stream, asked, leave, lambda n, loss: status.update(f"step {n} of {asked.steps}, loss {loss:.3f}")
         )
-        _write(model, codec, out)
+        with whole(out) as part:
+            write_hf(part, model, codec, torch.float32)
         status.update("measuring")
         parts = [FirstNeurons(prefix_size(width, model.config.ffn)) for width in sorted(asked.widths)]
         sizes = [(p.size, depth_quality(sparse_decoder(model, [p] * model.config.layers), pieces)) for p in parts]
@@ -188,15 +189,6 @@ def _tokens(texts: Iterable[str], codec: TextCodec) -> Int[torch.Tensor, " n"]:
     """All texts one after the other, each with the tokens that begin a prompt."""
     first = codec.encode("")
     return torch.cat([torch.tensor([*first, *d.tolist()]) for d in tokenize_documents(texts, codec)])
-
-
-def _write(model: Decoder, codec: TextCodec, out: Path) -> None:
-    part = part_of(out)
-    try:
-        write_hf(part, model, codec, torch.float32)
-        put_in_place(part, out)
-    finally:
-        remove(part)
 
 
 def _report(

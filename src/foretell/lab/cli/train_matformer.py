@@ -19,9 +19,7 @@ from foretell.lab.cli.quantize import (
     format_comparison,
 )
 from foretell.lab.cli.sparsity import open_source, read_calibration_text
-from foretell.lab.quantize.evaluate import compare
 from foretell.lab.sparsify.nested import write_nested
-from foretell.load import open_checkpoint
 
 
 def matformer(
@@ -58,8 +56,7 @@ def matformer(
             source, None if ordered else calibration_text.calibration, extract, out,
             lambda done: status.update(f"{done} of {source.config.layers} blocks"),
         )  # fmt: skip
-    opened = open_checkpoint(out)
-    compared = compare((source.config, source.weights), (opened.config, opened.weights), calibration_text.held_back)
+    compared = source.compare_with(out, calibration_text.held_back)
     typer.echo(
         f"{out}: {size} of {source.config.ffn} neurons per layer, ordered; compared with the source on "
         f"{compared.tokens:,} positions held back:\n{format_comparison(compared)}"
