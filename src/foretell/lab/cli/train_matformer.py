@@ -18,6 +18,7 @@ from foretell.lab.cli.quantize import (
     format_comparison,
 )
 from foretell.lab.cli.sparsity import open_source, read_calibration_text
+from foretell.lab.quantize.directory import written_config
 from foretell.lab.quantize.evaluate import compare
 from foretell.lab.sparsify.nested import NestedSettings, write_nested
 from foretell.load import open_checkpoint
@@ -50,6 +51,7 @@ def matformer(
     check_output(out, force)
     asked = NestedSettings(_parse_shares(shares), **settings)
     source = open_source(model, "nested")
+    written_config(source.folder, source.config)
     calibration_text = read_calibration_text(source, text, calibration_tokens, held_back_tokens, asked.seed, console)
     with console.status("reading activations") as status:
         size = write_nested(
