@@ -22,6 +22,7 @@ from foretell.roofline import records
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.cli_inputs import GivenDevice
 from foretell.roofline.fit_runtime import refit
+from foretell.roofline.fitted_acceptance import fit_terms, published_tokens, unseen_errors
 from foretell.roofline.hardware import CALIBRATED, known_hardware
 from foretell.roofline.measured import compare_measured, measured_workload
 from foretell.roofline.model_configs import find_model
@@ -33,7 +34,10 @@ from foretell.utils.paths import require_file_place
 
 def published_command(
     ctx: typer.Context,
-    fit: Annotated[str | None, typer.Option(help="Fit this runtime anew to its rows and print its figures.")] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option(help="Fit this runtime, or `acceptance`, anew to its rows and print its figures."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Picture of published against predicted (.png, .svg, .pdf).")] = None,
     loads: Annotated[
         bool, typer.Option("--loads", help="Gains of drafts under load instead, beside their simulation.")
@@ -53,6 +57,12 @@ def published_command(
             ]
         title = "Published and simulated gains under load"
         print_records([records.compared_load_record(c) for c in compared_loads], as_json, as_csv, title)
+        return
+    if fit == "acceptance":
+        print_records(records.acceptance_records(fit_terms(published_tokens())), as_json, as_csv)
+        if not as_csv and not as_json:
+            unseen = [records.unseen_record(e) for e in unseen_errors()]
+            print_records(unseen, False, False, "Tokens per pass of each paper, predicted from the others")
         return
     if fit is not None:
         print_records([records.runtime_record(refit(find_runtime(fit)))], as_json, as_csv)
