@@ -9,7 +9,7 @@ from rich.progress import Progress
 
 from foretell.cli import options
 from foretell.cli.given import refuse_unused
-from foretell.cli.roofline_measured import read_measured
+from foretell.cli.roofline_measured import read_held_out, read_measured
 from foretell.cli.roofline_options import (
     AsCsv,
     AsJson,
@@ -92,12 +92,16 @@ def compare_command(
     draft: Annotated[str | None, typer.Option(help="Draft model, in place of the smallest of the family.")] = None,
     draft_vocab: DraftVocab = None,
     context: Annotated[int | None, typer.Option(help="Cached tokens; by default those of the run.")] = None,
+    passes_of: Annotated[
+        Path | None,
+        typer.Option(help="Results on other questions: their tokens per pass predict the speed-ups of these."),
+    ] = None,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
 ) -> None:
     """Compare the speed-ups of a benchmark with those predicted from its tokens per pass."""
     check_output_options(as_json, as_csv)
-    run, methods = read_measured(results)
+    run, methods = read_measured(results) if passes_of is None else read_held_out(results, passes_of)
     given = GivenDevice(**device)
     if hardware == CALIBRATED and hardware not in known_hardware(given.hardware_file):
         raise ValueError("this machine is not calibrated: run `foretell roofline calibrate` first, or name a device")
