@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -81,7 +82,7 @@ def test_a_tree_keeps_its_acceptance_with_depth() -> None:
     assert fit.tokens(row(0.0, 2, 1 + 8 + 64)) == pytest.approx(tree(2, ranks), rel=1e-6)
 
 
-def _sizes(terms: dict[str, float]) -> float:  # type: ignore[type-arg]
+def _sizes(terms: Mapping[str, float]) -> float:
     values = features(find_method("eagle"), "eagle", AnalyzedModel(*find_model("vicuna-7b")), None)
     return sum(terms[name] * values[name] for name in ("parameters", "vocabulary", "drafter"))
 
@@ -153,9 +154,9 @@ def test_errors_of_speedups_of_unseen_papers_and_their_goals() -> None:
     assert {name for name, g in groups.items() if g.unseen_median is not None} == set(goals)
     assert [name for name, most in reached.items() if (groups[name].unseen_median or 1) > most] == []
     assert [groups[name].unseen for name in reached] == [68, 20, 13, 32]
-    by_paper = {e.paper: e for e in unseen_errors()}
-    assert by_paper["arXiv 2401.15077"].median == pytest.approx(0.035, abs=0.01)
-    assert by_paper["arXiv 2401.10774"].median is None and by_paper["arXiv 2401.10774"].figures == 4
+    by_paper = unseen_errors()
+    assert statistics.median(by_paper["arXiv 2401.15077"]) == pytest.approx(0.035, abs=0.01)
+    assert by_paper["arXiv 2401.10774"] == []
 
 
 def test_a_plan_fits_acceptance_to_targets_without_figures() -> None:
@@ -181,5 +182,3 @@ def test_the_command_prints_what_it_fitted_to() -> None:
     assert printed["factor by depth of", "eagle"] == stored_fit().decay["eagle"]
     text = runner.invoke(app, ["published", "--fit", "acceptance"]).stdout
     assert "predicted from the others" in text and "arXiv 2401.10774" in text
-    with pytest.raises(ValueError, match="found none"):
-        fit_terms([])

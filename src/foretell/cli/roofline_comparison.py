@@ -59,9 +59,10 @@ def published_command(
         print_records([records.compared_load_record(c) for c in compared_loads], as_json, as_csv, title)
         return
     if fit == "acceptance":
-        print_records(records.acceptance_records(fit_terms(published_tokens())), as_json, as_csv)
+        fitted = fit_terms(published_tokens())
+        print_records(records.acceptance_records(fitted), as_json, as_csv)
         if not as_csv and not as_json:
-            unseen = [records.unseen_record(e) for e in unseen_errors()]
+            unseen = records.unseen_records(fitted.papers, unseen_errors())
             print_records(unseen, False, False, "Tokens per pass of each paper, predicted from the others")
         return
     if fit is not None:

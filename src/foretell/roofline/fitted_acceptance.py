@@ -10,7 +10,6 @@ acceptance_terms.toml holds the terms; `foretell roofline published --fit accept
 """
 
 import math
-import statistics
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,18 +49,14 @@ class AcceptanceFit:
     def acceptance(self, sizes: Mapping[str, float], drafter: str, chain: bool, source: str) -> AcceptanceByRank:
         """The acceptance at the `features` of a drafter, a target and a task."""
         odds = sum(self.terms.get(name, 0.0) * value for name, value in sizes.items())
-        return geometric_acceptance(1 / (1 + math.exp(-odds)), source, chain, self.decay_of(drafter, chain))
-
-    def decay_of(self, drafter: str, chain: bool) -> float:
-        """The factor per depth."""
-        return self.decay.get(drafter, 1.0) if chain else 1.0
+        decay = self.decay.get(drafter, 1.0) if chain else 1.0
+        return geometric_acceptance(1 / (1 + math.exp(-odds)), source, chain, decay)
 
     def tokens(self, row: PublishedRow) -> float | None:
         """Tokens per pass of the tree of a row; None: no figure of its drafter was used."""
-        drafter, chain = _drafter(row), _is_chain(row)
-        if drafter not in self.drafters:
+        if _drafter(row) not in self.drafters:
             return None
-        acceptance = self.acceptance(_row_features(row), drafter, chain, "")
+        acceptance = self.acceptance(_row_features(row), _drafter(row), _is_chain(row), "")
         return best_trees(acceptance, row.nodes, row.depth).tokens[-1]
 
 
@@ -99,20 +94,14 @@ def published_tokens() -> Sequence[PublishedRow]:
 
 
 def fit_terms(rows: Iterable[PublishedRow]) -> AcceptanceFit:
-    """Terms fitted to rows: ridge regression of the log odds that give the tokens of each.
-
-    Raises:
-        ValueError: no rows.
-    """
+    """Terms fitted to rows: ridge regression of the log odds that give the tokens of each."""
     rows = list(rows)
-    if not rows:
-        raise ValueError("an acceptance needs published tokens per pass to be fitted to, found none")
     decay = _fit_decay(rows)
     papers = {paper: sum(row.paper == paper for row in rows) for paper in dict.fromkeys(row.paper for row in rows)}
     values = [_row_features(row) for row in rows]
     names = list(dict.fromkeys(name for row in values for name in row))
     matrix = np.array([[row.get(name, 0.0) for name in names] for row in values])
-    odds = np.array([_log_odds(row, decay.get(_drafter(row), 1.0) if _is_chain(row) else 1.0) for row in rows])
+    odds = np.array([_log_odds(row, decay.get(_drafter(row), 1.0)) for row in rows])
     penalty = np.diag([0.0 if name == "all" else RIDGE for name in names])
     terms = np.linalg.solve(matrix.T @ matrix + penalty, matrix.T @ odds)
     drafters = frozenset(map(_drafter, rows))
@@ -132,25 +121,12 @@ def stored_fit() -> AcceptanceFit:
     return AcceptanceFit(raw["papers"], frozenset(raw["drafters"]), raw["decay"], raw["terms"])
 
 
-@dataclass(frozen=True)
-class PaperErrors:
-    """|Error| of the tokens per pass of a paper, predicted from those of all others; None: none could be predicted."""
-
-    paper: str
-    figures: int
-    predicted: int
-    median: float | None
-    worst: float | None
-
-
-def unseen_errors() -> list[PaperErrors]:
-    """The errors of every paper's tokens per pass, each predicted from those of the other papers."""
-    errors = []
-    for paper in dict.fromkeys(row.paper for row in published_tokens()):
-        rows = [row for row in published_tokens() if row.paper == paper]
-        sizes = [abs(t / row.tau - 1) for row in rows if (t := fit_without(paper).tokens(row)) is not None]
-        median, worst = (statistics.median(sizes), max(sizes)) if sizes else (None, None)
-        errors.append(PaperErrors(paper, len(rows), len(sizes), median, worst))
+def unseen_errors() -> dict[str, list[float]]:
+    """|Error| of every paper's tokens per pass, predicted from those of the others where these have the drafter."""
+    errors = {row.paper: list[float]() for row in published_tokens()}
+    for row in published_tokens():
+        if (tokens := fit_without(row.paper).tokens(row)) is not None:
+            errors[row.paper].append(abs(tokens / row.tau - 1))
     return errors
 
 
@@ -179,8 +155,9 @@ def _spread(settings: Sequence[Sequence[PublishedRow]], decay: float) -> float:
 
 
 def _log_odds(row: PublishedRow, decay: float) -> float:
-    """Log odds of the first choice that give the tokens of a row."""
-    first = fit_acceptance(row.tau, row.nodes, row.depth, "", _is_chain(row), decay).ranks[0]
+    """Log odds of the first choice that give the tokens of a row; decay: along a chain."""
+    chain = _is_chain(row)
+    first = fit_acceptance(row.tau, row.nodes, row.depth, "", chain, decay if chain else 1.0).ranks[0]
     return math.log(first / (1 - first))
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from foretell.roofline.analysis import Analysis, AnalyzedModel
 from foretell.roofline.arrivals import LoadComparison
 from foretell.roofline.calibrate import PredictionCheck
 from foretell.roofline.cost import CostBreakdown, OpCost, scalar
-from foretell.roofline.fitted_acceptance import AcceptanceFit, PaperErrors
+from foretell.roofline.fitted_acceptance import AcceptanceFit
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.measured import MeasuredRow
 from foretell.roofline.model_variants import ModelVariant
@@ -207,12 +208,16 @@ def acceptance_records(fit: AcceptanceFit) -> list[dict[str, Any]]:
     ]
 
 
-def unseen_record(errors: PaperErrors) -> dict[str, Any]:
-    """Errors of the tokens per pass of a paper that the fit has not seen, in percent."""
-    return {
-        "paper": errors.paper, "figures": errors.figures, "predicted": errors.predicted,
-        "median_error_percent": _percent(errors.median), "worst_error_percent": _percent(errors.worst),
-    }  # fmt: skip
+def unseen_records(figures: Mapping[str, int], errors: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """Errors of the tokens per pass of papers that the fit has not seen, in percent; figures: of each paper."""
+    return [
+        {
+            "paper": paper, "figures": figures[paper], "predicted": len(sizes),
+            "median_error_percent": _percent(statistics.median(sizes) if sizes else None),
+            "worst_error_percent": _percent(max(sizes, default=None)),
+        }
+        for paper, sizes in errors.items()
+    ]  # fmt: skip
 
 
 def runtime_record(runtime: Runtime) -> dict[str, Any]:
