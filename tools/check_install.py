@@ -35,7 +35,7 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_OPTIONS = re.compile(rf" --pip-args=\S+| --extra-index-url {TORCH_INDEX}| --torch-backend cpu")
 TOLERANCE = 0.15
 """Of the size that the README states, as a share."""
-FIRST_TOKEN_SECONDS = {"empty": 4.0, "warm": 3.5}
+FIRST_TOKEN_SECONDS = {"empty": 4.0, "warm": 2.8}
 """Most seconds from the start of `foretell generate` to the first token of the answer, by the state of the cache."""
 LINK = re.compile(r"\]\(([^)\s]*)")
 

@@ -21,6 +21,7 @@ from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.pass_times import PassTimes
 from foretell.engine.request import Completion, Request
 from foretell.engine.step_costs import StepLoad
+from foretell.engine.tuning import FIRST_STEPS
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.cache.layout import Layout
 from foretell.model.run.decoder_runner import DecoderRunner
@@ -403,6 +404,22 @@ def test_a_request_is_read_only_if_its_drafts_can_pay_for_it(left: int, asked: l
     budget.begin(load)
     plan = budget.plan(bound, 0, [0, 1], [0, 1500].__getitem__)
     assert plan is not None and plan.asked == asked
+
+
+@pytest.mark.parametrize(
+    ("unread", "prompt", "later", "asked"),
+    [(100, 0, CHEAP, True), (1500, 0, CHEAP, False), (100, 400, CHEAP, True), (100, 400, EXPENSIVE, False)],
+)
+def test_a_drafter_reads_only_where_later_steps_would_ask_it(
+    unread: int, prompt: int, later: dict[int, float], asked: bool
+) -> None:
+    """Not where what the reading costs would stop the drafts, or where they pay beside a prompt alone."""
+    bound = BoundMethod(Method(Oracle([]), Trie(4), Match()))
+    budget = Budget(PassTimes(later))
+    budget._source(bound, 0).steps = FIRST_STEPS
+    budget.times.observe_draft("prompt", (0, 0), 1, 1e-3, 1e-3)
+    budget.begin(replace(_load([1.0]), tokens=1 + prompt, is_decode=not prompt, left=[600]))
+    assert (budget.plan(bound, 0, [0], lambda _: unread) is not None) is asked
 
 
 def test_no_drafts_are_verified_in_a_step_without_drafting() -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from foretell.bench.machine import processor_name
 from foretell.cli import roofline_machine
 from foretell.cli.roofline import app
-from foretell.cli.roofline_machine import processor_name
 from foretell.roofline.analysis import AnalyzedModel, predict_seconds
 from foretell.roofline.calibrate import (
     PROBES,

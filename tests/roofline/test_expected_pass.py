@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from foretell.api import Model
+from foretell.bench.machine import processor_name
 from foretell.cli.pass_times import expected_pass
-from foretell.cli.roofline_machine import processor_name
 from foretell.engine.pass_times import PassTimes, load_key
 from foretell.load import load
 from foretell.roofline.analysis import AnalyzedModel, predict_seconds

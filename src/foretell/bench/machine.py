@@ -13,6 +13,19 @@ _STREAM_REPEATS = 8
 """Reads of the block; the fastest counts."""
 
 
+def processor_name() -> str:
+    """Name of the processor, and number of threads."""
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
 def describe_machine(device: str = "cpu") -> dict[str, str]:
     """Processor, cores, threads, GPU and versions."""
     facts = {
@@ -20,12 +33,8 @@ def describe_machine(device: str = "cpu") -> dict[str, str]:
         "system": platform.platform(),
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
+        "processor": _processor(),
     }
-    try:
-        with open("/proc/cpuinfo") as file:
-            facts["processor"] = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        facts["processor"] = platform.processor() or platform.machine()
     if device.startswith("cuda"):
         facts["gpu"] = torch.cuda.get_device_name(device)
     for package in ("foretell", "torch", "transformers", "llama-cpp-python"):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from foretell.api import Model
+from foretell.bench.machine import processor_name
 from foretell.engine.pass_times import PassTimes
 from foretell.model.load.packed_cache import cache_folder, cache_limit
 from foretell.roofline.analysis import AnalyzedModel, predict_seconds
@@ -22,8 +23,6 @@ def kept_pass_times(model: Model, device: str) -> PassTimes:
     """Seconds of a model's passes: those of earlier runs on this machine, kept beside the packed weights; before there
     are any, those predicted.
     """
-    from foretell.cli.roofline_machine import processor_name
-
     machine = processor_name() if device == "cpu" else torch.cuda.get_device_name()
     identity = f"{model.config} {model.precision} {machine} {device} {torch.get_num_threads()}"
     if torch.distributed.is_initialized():
@@ -41,7 +40,7 @@ def expected_pass(model: Model) -> Mapping[int, float] | None:
     file = user_hardware_file()
     if not file.is_file():
         return None
-    from foretell.cli.roofline_machine import DTYPES, number_format, processor_name
+    from foretell.cli.roofline_machine import DTYPES, number_format
 
     try:
         device = read_hardware_file(file).get(CALIBRATED)

@@ -3,7 +3,6 @@
 """
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 
 from foretell.api import Model
 from foretell.bench.competitor import MethodSpec
-from foretell.bench.machine import measure_bandwidth, synchronize
+from foretell.bench.machine import measure_bandwidth, processor_name, synchronize
 from foretell.bench.random_model import random_network
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.engine.engine import Engine
@@ -109,16 +108,6 @@ def number_format(precision: str) -> NumberFormat:
         ValueError: an unknown dtype.
     """
     return parse_format(look_up(DTYPES, precision, "dtype"))
-
-
-def processor_name() -> str:
-    """Name of the processor, and number of threads."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def calibration_source() -> str:

@@ -159,7 +159,6 @@ def freeze_garbage_collector() -> None:
     all of them again and again while tokens are decoded. Only the first call of a process does this.
     """
     if not gc.get_freeze_count():
-        gc.collect()
         gc.freeze()
 
 

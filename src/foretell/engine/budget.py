@@ -227,8 +227,10 @@ class Budget:
                     tokens -= offered * load.weights[i]
         if outdone == len(which):
             return COST  # in this step alone: the next one may be offered less before
-        spent = self._spent + self._costs.drafting(source, len(asked)) + self._costs.reading(source, asked)[1]
-        best = self._best_cut(source, weights, nodes, tokens, spent)
+        reading, share = self._costs.reading(source, asked)
+        spent = self._spent + self._costs.drafting(source, len(asked)) + share
+        # Reading pays only if later steps draft, too: those without prompts, which begin with what it has cost.
+        best = self._best_cut(self._costs.after(reading), source, weights, nodes, tokens, spent)
         is_new = source.steps < FIRST_STEPS and self._costs.caution < MOST_CAUTION
         on = bool(asked) and (is_new or best.rate >= before.rate * (OFF if trials.on else ON))
         if on is not trials.on:
@@ -262,7 +264,13 @@ class Budget:
         )
 
     def _best_cut(
-        self, source: DraftSource, weights: dict[bool, list[float]], nodes: float, tokens: float, spent: float
+        self,
+        costs: StepCosts,
+        source: DraftSource,
+        weights: dict[bool, list[float]],
+        nodes: float,
+        tokens: float,
+        spent: float,
     ) -> "_Cut":
         """The least chance down to which the expected drafts of requests of these weights, by kind, are best taken."""
         drafts = list[tuple[float, float, float]]()
@@ -275,7 +283,7 @@ class Budget:
         best = _Cut(inf, nodes, 0.0)
         for chance, count, more in drafts:
             tokens, nodes = tokens + more, nodes + count
-            rate = tokens / self._costs.weighted(nodes, spent)
+            rate = tokens / costs.weighted(nodes, spent)
             if rate > best.rate:
                 best = _Cut(chance, nodes, rate)
         return best

@@ -31,9 +31,11 @@ class DraftAccount:
         before, hits = self._factors.get(drafter, (0.0, 0.0))
         self._factors[drafter] = FADING * before + predicted, FADING * hits + right
 
-    def deficit(self, room: int) -> float:
-        """What it has lost over what it may lose in its life, of which `room` tokens are to come."""
-        return max(0.0, -self.lead) / (MOST_LOSS * (self.tokens + min(room, HORIZON)))
+    def deficit(self, room: int, more: float = 0.0) -> float:
+        """What it has lost over what it may lose in its life, of which `room` tokens are to come; `more`: plain steps
+        that it loses beside.
+        """
+        return max(0.0, more - self.lead) / (MOST_LOSS * (self.tokens + min(room, HORIZON)))
 
     def count_chain(self, drafted: int, accepted: int) -> None:
         """Count a chain of the request."""
