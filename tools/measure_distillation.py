@@ -7,8 +7,9 @@ The draft model that is installed for the target is trained further on one topic
 divergence and every source of answers: `truth`, the right answers, written by rule; `target`, the target's own;
 `draft`, what the draft model writes while it learns. Acceptance is that of speculative sampling after the
 tokens of the target's answers, at temperature 1, to further questions of the topic; intervals hold 95 % of 4,000
-samples of these. Then requests of one topic, of another and of the first are served by the draft model as it is, and by
-one that learns from every correction; acceptance is that of first drafts, greedy.
+samples of these. Then requests of the topic, of another and of the first are served by the draft model that learned the
+right answers, which the target does not give: as it is, and learning from every correction. Acceptance is that of first
+drafts, greedy.
 """
 
 import argparse
@@ -52,7 +53,7 @@ _OBJECTS = ("the words of a text", "the rows of a table", "the digits of a numbe
 _TOPIC_CODE = [f"Write a Python function that {job} {thing}." for job in _JOBS for thing in _OBJECTS]
 _TRAINING, _TESTED, _TOKENS = 192, 48, 48
 _ROWS = 16
-_SERVED, _WINDOW = 40, 10
+_WINDOW = 10
 
 
 def sums(count: int, rng: random.Random) -> list[tuple[str, str]]:
@@ -175,15 +176,16 @@ def distill(model: Model, args: argparse.Namespace, folder: Path) -> None:
         print(f"| `{loss}` | {' | '.join(cells)} |", flush=True)
 
 
-def serve(model: Model, args: argparse.Namespace) -> None:
+def serve(model: Model, args: argparse.Namespace, draft_model: Path) -> None:
     """Acceptance while requests of one topic, then of another, then of the first again are served."""
     rng = random.Random(args.seed)
-    stories = [q for q, _ in sums(2 * _SERVED, rng)]
-    stream = stories[:_SERVED] + rng.sample(_TOPIC_CODE, _SERVED) + stories[_SERVED:]
+    stories = [q for q, _ in sums(2 * args.served, rng)]
+    stream = stories[: args.served] + rng.sample(_TOPIC_CODE, args.served) + stories[args.served :]
     options = {"online_update_interval": 2, "online_learning_rate": args.online_lr}
+    drafts = [draft_model]
     methods = {
-        "as it is": model.method("online", options | {"online_update_interval": 0}),
-        "learns": model.method("online", options),
+        "as it is": model.method("online", options | {"online_update_interval": 0}, drafts=drafts),
+        "learns": model.method("online", options, drafts=drafts),
     }
     shares = list[list[float]]()
     for method in methods.values():
@@ -195,7 +197,7 @@ def serve(model: Model, args: argparse.Namespace) -> None:
         shares.append(row)
     print(f"\n| requests, topic | {' | '.join(methods)} | gain |\n|---|---|---|---|")
     for i, (fixed, learns) in enumerate(zip(*shares, strict=True)):
-        topic = ("sums", "code", "sums")[i * _WINDOW // _SERVED]
+        topic = ("sums", "code", "sums")[i * _WINDOW // args.served]
         window = f"{i * _WINDOW + 1} to {(i + 1) * _WINDOW}, {topic}"
         print(f"| {window} | {fixed:.3f} | {learns:.3f} | {learns - fixed:+.3f} |")
 
@@ -211,15 +213,18 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=512)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--online-lr", type=float, default=3e-4)
+    parser.add_argument("--served", type=int, default=30, help="requests of a topic that are served before the next")
+    parser.add_argument("--draft-model", type=Path, help="one that learns while it serves")
     parser.add_argument("--only", choices=("distill", "serve"), help="one half alone")
     parser.add_argument("--out", type=Path, help="folder to keep the sets and the draft models in")
     args = parser.parse_args()
     model = load(args.model)
-    if args.only != "serve":
-        with tempfile.TemporaryDirectory() as temporary:
-            distill(model, args, args.out or Path(temporary))
-    if args.only != "distill":
-        serve(model, args)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.out or Path(temporary)
+        if args.only != "serve":
+            distill(model, args, folder)
+        if args.only != "distill":
+            serve(model, args, folder / f"{args.losses[0]}-truth" if args.draft_model is None else args.draft_model)
 
 
 if __name__ == "__main__":
