@@ -82,7 +82,7 @@ def main() -> None:
     router = fit(wordings, subjects, args.seed, args.ridge)
     rows = [json.loads(line) for line in (_HERE / "plan_questions.jsonl").read_text("utf-8").splitlines()]
     report("plan_questions.jsonl", router, [(r["prompt"], r["list"]) for r in rows])
-    args.out.write_text(json.dumps({"bias": router.bias, "weights": router.weights}, indent=0) + "\n", "utf-8")
+    args.out.write_text(json.dumps({"bias": router.bias, "weights": router.weights}) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
