@@ -12,10 +12,11 @@ import argparse
 import gc
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import groupby
 from threading import Thread
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -23,6 +24,10 @@ import torch
 from jaxtyping import install_import_hook
 
 from covering import Share, covering_cases, read_share
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+    from serving import Server
 
 gc.disable()  # until all tests are collected
 
@@ -118,3 +123,21 @@ def _is_exhaustive(case: pytest.Item) -> bool:
     if CHECKED and (case.get_closest_marker("exhaustive_types") or case.nodeid.startswith(ENGINE_TESTS)):
         return True
     return case.get_closest_marker("exhaustive") is not None
+
+
+@pytest.fixture(scope="module")
+def server() -> "Iterator[Server]":
+    """A server of a tiny model; a module that needs another has a fixture of its own."""
+    from serving import running_server
+
+    with running_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: "Server") -> "Iterator[OpenAI]":
+    """OpenAI's client of the server."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as connected:
+        yield connected

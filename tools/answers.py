@@ -44,6 +44,12 @@ READ = 65536
 """Tokens of prompts that are read at a time."""
 WIDTH = 32
 """Lengths of prompts and of what is attended to are rounded up to a multiple of this."""
+PART = 512
+"""Conversations that a process encodes at a time."""
+Question = tuple[list[Message], list[int], str]
+"""A conversation, its last answer, and what is asked next; the latter may be empty."""
+Encoded = tuple[list[Message], list[int]]
+"""A conversation and its tokens."""
 FOLLOWED = 330
 """Longest prompt and answer, in tokens, that a second turn goes on from."""
 
@@ -112,6 +118,12 @@ class Asked:
     prompt: list[int]
     greedy: bool
     answer: list[int] = field(default_factory=list)
+
+    @property
+    def record(self) -> DocumentRecord:
+        """The document of the set."""
+        tokens, start = self.prompt + self.answer, len(self.prompt)
+        return DocumentRecord(number=self.number, tokens=tokens, start=start, greedy=self.greedy)
 
 
 class Writer:
@@ -194,7 +206,7 @@ def codec_of(model: str) -> TextCodec:
     return load_codec(model)
 
 
-def encode(model: str, texts: Sequence[tuple[list[Message], list[int], str]]) -> list[tuple[list[Message], list[int]]]:
+def encode(model: str, texts: Sequence[Question]) -> list[Encoded]:
     """Conversations and their tokens; an answer and what is asked next are put after one that has them."""
     codec, made = codec_of(model), []
     for messages, answer, follow in texts:
@@ -212,6 +224,18 @@ def batches(group: Sequence[Asked], longest: int, slots: int, most: int) -> Iter
         count = min(max(slots // (len(ordered[0].prompt) + WIDTH + longest), 1), most)
         yield ordered[:count]
         ordered = ordered[count:]
+
+
+def second_turns(
+    done: Sequence[Asked], eos: Sequence[int], draw: random.Random, forms: Sequence[str], share: float
+) -> list[Question]:
+    """What is asked next after some of the first, greedy, whole and short answers; `share`: of all answers."""
+    on = [
+        (a.messages, a.answer[:-1], draw.choice(forms))
+        for a in done
+        if len(a.messages) == 1 and a.greedy and a.answer[-1] in eos and len(a.prompt) + len(a.answer) < FOLLOWED
+    ]
+    return draw.sample(on, min(len(on), int(share * len(done))))
 
 
 def main(
@@ -241,7 +265,11 @@ def main(
     draw.shuffle(given)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        waiting = [pool.submit(encode, model, given[i : i + 512]) for i in range(0, len(given), 512)]
+
+        def submit(questions: Sequence[Question]) -> list[Future[list[Encoded]]]:
+            return [pool.submit(encode, model, questions[i : i + PART]) for i in range(0, len(questions), PART)]
+
+        waiting = submit(given)
         target = load(model, dtype, device)
         torch.manual_seed(seed)
         decoder = plain_decoder(target.network, getattr(torch, dtype)) or target.checkpoint.decoder(
@@ -254,10 +282,10 @@ def main(
         )  # fmt: skip
         started = time.monotonic()
         writer = Writer(decoder, target.eos, temperature, max_answer, started + 60 * minutes)
-        number, follow = 0, list[Future[list[tuple[list[Message], list[int]]]]]()
+        number, follow = 0, list[Future[list[Encoded]]]()
         with DatasetWriter(out, manifest) as dataset:
             while waiting and not writer.late and dataset.num_learned_tokens < tokens:
-                count = -(-group // 512)
+                count = -(-group // PART)
                 ready, waiting = [*waiting[:count], *follow], waiting[count:]
                 asked = [
                     Asked(number + i, messages, prompt, draw.random() < greedy_share)
@@ -272,14 +300,7 @@ def main(
                     if writer.late or dataset.num_learned_tokens >= tokens:
                         break
                     writer.answer(part)
-                    dataset.add_shard(
-                        [
-                            DocumentRecord(
-                                number=a.number, tokens=a.prompt + a.answer, start=len(a.prompt), greedy=a.greedy
-                            )
-                            for a in part
-                        ]
-                    )
+                    dataset.add_shard([a.record for a in part])
                     done += part
                     seconds = time.monotonic() - started
                     print(
@@ -287,16 +308,7 @@ def main(
                         f"{dataset.num_learned_tokens:,} tokens, {dataset.num_learned_tokens / seconds:,.0f} a second",
                         flush=True,
                     )
-                on = [
-                    (a.messages, a.answer[:-1], draw.choice(forms))
-                    for a in done
-                    if len(a.messages) == 1
-                    and a.greedy
-                    and a.answer[-1] in target.eos
-                    and len(a.prompt) + len(a.answer) < FOLLOWED
-                ]
-                on = draw.sample(on, min(len(on), int(follow_share * len(done))))
-                follow = [pool.submit(encode, model, on[i : i + 512]) for i in range(0, len(on), 512)]
+                follow = submit(second_turns(done, target.eos, draw, forms, follow_share))
         pool.shutdown(cancel_futures=True)
     typer.echo(f"{out}: {dataset.num_learned_tokens:,} tokens to learn")
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from foretell.api import Model
+from foretell.core.target_options import TargetOptions
 from foretell.model.cache.policy import CachePolicy, parse_target_policy
 from foretell.model.config.model import CacheDtype, ModelConfig, with_context, with_rope_scaling
 from foretell.model.config.readers.compressed import check_card
@@ -181,11 +182,7 @@ def load(
 def _with_cache(
     reference: str, config: ModelConfig, dtype: str, policy: CachePolicy | None, device: str
 ) -> ModelConfig:
-    """The configuration with a cache of these numbers, of which tokens select keys where the policy says so.
-
-    Raises:
-        ValueError: the model or the device has no such cache.
-    """
+    """The configuration with a cache of these numbers, of which tokens select keys where the policy says so."""
     if config.latent is not None and dtype != "auto":
         raise ValueError(f"{reference}: kv_cache_dtype {dtype} is not for multi-head latent attention; use auto")
     if dtype == "fp8" and device == "cpu":
@@ -203,9 +200,6 @@ def _adapted(
 ) -> dict[str, Network]:
     """The network with each of the adapters that requests choose among, by their names: beside its weights, or, where
     that is not possible, merged into a copy of them, of which `rounded` gives what is packed.
-
-    Raises:
-        ValueError: an adapter has no name or that of another, or cannot be read.
     """
     made, (config, weights, precision, device) = dict[str, Network](), checkpoint.parts
     for reference in adapters:
@@ -222,49 +216,12 @@ def _adapted(
     return made
 
 
-@dataclass(frozen=True)
-class TargetOptions:
-    """Options of a target for long texts and for cheaper passes, as `load` has them; `rope_scaling` as JSON."""
-
-    max_model_len: int | None = None
-    rope_scaling: str | None = None
-    kv_cache_dtype: str = "auto"
-    kv_cache_policy: str | None = None
-    sparsity: Path | None = None
-    pre_tokenizer: str | None = None
-    chat_template_date: str | None = None
-    """In the form of ISO 8601."""
-    lora: Sequence[str] = ()
-    adapters: Sequence[str] = ()
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-
-    @property
-    def split(self) -> Split:
-        """The parts of the target."""
-        return Split(self.tensor_parallel, self.pipeline_parallel)
-
-    def load(self, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
-        """Load a target with these options."""
-        scaling = None if self.rope_scaling is None else parse_object(self.rope_scaling, "--rope-scaling")
-        date = None if self.chat_template_date is None else _parse_date(self.chat_template_date)
-        return load(
-            model,
-            dtype,
-            device,
-            memory_limit,
-            max_model_len=self.max_model_len,
-            rope_scaling=scaling,
-            kv_cache_dtype=self.kv_cache_dtype,
-            kv_cache_policy=self.kv_cache_policy,
-            sparsity=self.sparsity,
-            pre_tokenizer=self.pre_tokenizer,
-            chat_template_date=date,
-            lora=self.lora,
-            adapters=self.adapters,
-            tensor_parallel=self.tensor_parallel,
-            pipeline_parallel=self.pipeline_parallel,
-        )
+def load_target(options: TargetOptions, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
+    """Load a target with these options; see `load`."""
+    scaling = None if options.rope_scaling is None else parse_object(options.rope_scaling, "--rope-scaling")
+    date = None if options.chat_template_date is None else _parse_date(options.chat_template_date)
+    own: dict[str, Any] = vars(options) | {"rope_scaling": scaling, "chat_template_date": date}
+    return load(model, dtype, device, memory_limit, **own)
 
 
 def _parse_date(text: str) -> datetime:
@@ -274,10 +231,6 @@ def _parse_date(text: str) -> datetime:
         raise ValueError(
             f"--chat-template-date must be a date as 2026-03-04 or 2026-03-04T05:06, found {text!r}"
         ) from None
-
-
-PLAIN_TARGET = TargetOptions()
-"""A target as it is."""
 
 
 def _load_network(checkpoint: "_FileCheckpoint", sparsity: Path | None, memory_limit: int | None) -> Network:
@@ -321,11 +274,7 @@ def load_draft(reference: str, dtype: str = "auto", device: str = "cpu") -> Mode
 
 
 def _refuse_no_draft(path: Path) -> None:
-    """Refuse a directory that is no speculator by its files, and no language model either.
-
-    Raises:
-        ValueError: it has no safetensors, by which most speculators are recognised, or names no type of model.
-    """
+    """Refuse a directory that is no speculator by its files, and no language model either."""
     raw = _read_config(path) or {}
     if not any(path.glob("*.safetensors")):
         raise ValueError(missing_weights(path))
@@ -473,11 +422,7 @@ def _image_token(path: Path, raw: Mapping[str, Any]) -> int:
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:
-    """The configuration of the model in a directory; None: a GGUF file.
-
-    Raises:
-        ValueError: there is none, or it is damaged.
-    """
+    """The configuration of the model in a directory; None: a GGUF file."""
     if path.is_file():
         return None
     if not (path / "config.json").is_file():

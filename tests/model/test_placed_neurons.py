@@ -12,9 +12,10 @@ from test_sparsity import FFN, HIDDEN, dense, packed, predictor, sparse, states
 from foretell.model.block.modules import to_weights
 from foretell.model.block.sparsity import GateThreshold, NeuronRule, PredictedNeurons
 from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.kernels.linear import float_precision
 from foretell.model.kernels.neuron_file import NeuronFile, record_bytes, write_layer
 from foretell.model.kernels.placed_neurons import PlacedBlocks
-from foretell.model.kernels.rows import floats, row_tensor
+from foretell.model.kernels.rows import row_tensor
 from foretell.model.kernels.sparse import input_rows
 from foretell.model.kernels.structures import Precision
 from foretell.model.offload.neuron_placement import by_frequency, place_neurons
@@ -30,9 +31,9 @@ def placed(rule: NeuronRule, precision: Precision, hot: tuple[int, int], folder:
     with path.open("wb") as out:
         for block, own in zip(weights, order, strict=True):
             assert block.mlp is not None
-            write_layer(out, block.mlp, own, floats(precision))
+            write_layer(out, block.mlp, own, float_precision(precision))
     outer = packed(precision)
-    made = PlacedBlocks(outer.stack, NeuronFile(path, 2, FFN, HIDDEN, floats(precision)), order)
+    made = PlacedBlocks(outer.stack, NeuronFile(path, 2, FFN, HIDDEN, float_precision(precision)), order)
     assert isinstance(rule, GateThreshold | PredictedNeurons)
     blocks = [made.with_neurons(i, made.without_neurons(i, weights[i], rule), hot[i]) for i in range(2)]
     network = outer.with_blocks(blocks)

@@ -19,10 +19,10 @@ from foretell.engine.engine import Engine
 from foretell.engine.request import Update
 from foretell.load import load
 from foretell.serve.app import create_app
-from foretell.serve.loaded import EngineSettings, LoadedModel, Methods
+from foretell.serve.loaded import LoadedModel, Methods
 from foretell.serve.run import Address, GracefulServer, Startable, server_config
 from foretell.serve.service import Service
-from foretell.serve.settings import Limits, ServerSettings, Timeouts
+from foretell.serve.settings import EngineSettings, Limits, ServerSettings, Timeouts
 
 NAME = "tiny"
 SETTINGS = ServerSettings((NAME, "alias"), timeouts=Timeouts(restart=0.05, keep_alive_interval=5.0))

@@ -16,12 +16,6 @@ SMALL = 2000
 """Bytes of the largest error."""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server() as found:
-        yield found
-
-
 @pytest.fixture(autouse=True)
 def goes_on(server: Server) -> Iterator[None]:
     """The server answers as before after every attack."""

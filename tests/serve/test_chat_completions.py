@@ -1,13 +1,12 @@
 """`/v1/chat/completions` and `/v1/completions`: answers, streams and errors, also with OpenAI's client."""
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
-from serving import NAME, Server, running_server
+from serving import NAME, Server
 
 from foretell.api import Model
 from foretell.core.sampling import SamplingParams
@@ -16,18 +15,6 @@ from foretell.serve.protocol.chat import ChatCompletion
 from foretell.serve.protocol.completions import Completion
 
 QUESTION: Any = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
 
 
 def model_of(server: Server) -> Model:

@@ -1,7 +1,6 @@
 """Fields that the engine answers, sent through the server."""
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,12 +8,6 @@ import pytest
 from serving import Server, running_server, wait_for
 
 from foretell.engine.prompt_chunks import PromptChunks
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server() as found:
-        yield found
 
 
 def test_a_method_and_a_cap_per_request(server: Server) -> None:

@@ -1,22 +1,14 @@
 """Every field of a request: what is refused, under which name, and what is only warned about."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Server, running_server
+from serving import Server
 
 from foretell.serve.defaults import read_defaults
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server() as found:
-        yield found
-
 
 BAD: dict[str, Any] = {
     "temperature": -1, "top_p": 0, "top_k": 1.5, "min_p": 2, "presence_penalty": 3, "frequency_penalty": "x",

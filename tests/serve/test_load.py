@@ -1,22 +1,15 @@
 """`foretell bench serve` against a running server."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import Server, running_server
+from serving import Server
 from typer.testing import CliRunner
 
 from foretell.bench.load_test import Server as Target
 from foretell.bench.load_test import Workload, run_load
 from foretell.cli.bench import app
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server() as found:
-        yield found
 
 
 def test_every_prompt_is_answered_and_counted(server: Server) -> None:

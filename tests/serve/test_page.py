@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import Server, running_server
+from serving import Server
 
 from chromium import needs_browser, running_browser
 from foretell.serve.page.document import document, headers
@@ -13,12 +13,6 @@ pytestmark = needs_browser
 ENTER, RIGHT = "\ue007", "\ue014"
 COLOURED = "return document.querySelectorAll('.answer span[class^=o]').length"
 DONE = "return !document.querySelector('#send').textContent.includes('Stop')"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """`foretell bench soak` and `bench serve --identity` against a server that is right, and one that is not."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,6 @@ from foretell.cli.bench import app
 from foretell.engine.request import Update
 
 PROMPTS = ("abc", "abcabc", "xyz")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server() as found:
-        yield found
 
 
 def test_every_kind_of_client_gets_what_it_should(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

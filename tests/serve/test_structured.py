@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel
-from serving import NAME, Server, running_server
+from serving import NAME, Server
 
 SCHEMA: Any = {
     "type": "object",
@@ -23,12 +22,6 @@ GBNF = 'root ::= "x" [0-9] "y"'
 class Answer(BaseModel):
     kind: Literal["a", "b"]
     yes: bool
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server() as found:
-        yield found
 
 
 @pytest.mark.parametrize(

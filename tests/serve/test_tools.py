@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import openai
 import pytest
 from serving import NAME, Server, running_server
 
@@ -43,12 +42,6 @@ HISTORY: Any = [
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = save_tiny_model(tmp_path_factory.mktemp("model"), context=2048)
     with running_server(path=model) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
         yield found
 
 

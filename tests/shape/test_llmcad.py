@@ -73,10 +73,10 @@ def test_the_threshold_halves_after_a_step_without_rejection() -> None:
     engine = Engine(DecoderRunner(target()), Method(DraftModel(DecoderRunner(target())), shape, Match()))
     engine.submit(Request(random_tokens(7), max_new_tokens=40))
     (live,) = engine._scheduler
-    levels = [shape.threshold_for(live.sequence)]
+    levels = [math.exp(shape._log_threshold_for(live.sequence))]
     for _ in range(3):
         engine.step()
-        levels.append(shape.threshold_for(live.sequence))
+        levels.append(math.exp(shape._log_threshold_for(live.sequence)))
     assert levels == pytest.approx([1e-3 * 0.5**i for i in range(4)])
 
 
@@ -87,11 +87,11 @@ def test_the_rise_is_the_share_of_rejected_tokens() -> None:
     (live,) = engine._scheduler
     before, seen = math.log(0.01), 0
     while engine.busy:
-        shape_before = math.log(shape.threshold_for(live.sequence))
+        shape_before = shape._log_threshold_for(live.sequence)
         updates = engine.step()
         if updates and updates[0].finish_reason is None:
             accepted = updates[0].accepted
-            after = math.log(shape.threshold_for(live.sequence))
+            after = shape._log_threshold_for(live.sequence)
             drafted = engine.statistics[number].drafted - seen
             if drafted:
                 change = math.log(0.5) if accepted == drafted else (drafted - accepted) / drafted * math.log(2)
@@ -99,7 +99,7 @@ def test_the_rise_is_the_share_of_rejected_tokens() -> None:
         seen = engine.statistics[number].drafted if engine.busy else seen
     engine.submit(Request(random_tokens(7), max_new_tokens=40))
     (live,) = engine._scheduler
-    assert shape.threshold_for(live.sequence) == pytest.approx(math.exp(before)), "a finished request leaves nothing"
+    assert shape._log_threshold_for(live.sequence) == pytest.approx(before), "a finished request leaves nothing"
 
 
 @pytest.mark.exhaustive_types

@@ -1,6 +1,5 @@
 """Checkpoints: bytes and exactness per number of bits, and what is refused."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from toy import TinySource, card_of
 from foretell.speculator import checkpoint
 from foretell.speculator.checkpoint import WEIGHTS, Bits, load_own, save, write_weights
 from foretell.speculator.config_file import CONFIG
-from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.testing import TINY
 
@@ -86,28 +84,6 @@ def test_numbers_without_their_scale_are_refused(tmp_path: Path, heads: Medusa) 
     save_file(tensors | {name: tensors[name][:3].contiguous()}, tmp_path / WEIGHTS)
     with pytest.raises(ValueError, match="scales that do not fit"):
         load_own(tmp_path, SOURCE.embedding_and_head())
-
-
-@pytest.mark.parametrize(
-    ("kind", "former", "key", "sizes"),
-    [
-        ("eagle3", "taps", "hidden_layers", {"heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 32, "context": 64}),
-        ("mlp_speculator", "more_taps", "more_hidden_layers", {"stages": 2, "inner": 16}),
-    ],
-)
-def test_configurations_with_former_keys_are_read(
-    tmp_path: Path, kind: str, former: str, key: str, sizes: dict[str, int]
-) -> None:
-    config_type, network_type = NETWORKS[kind]
-    values = {"kind": kind, "target": card_of(SOURCE).model_dump(), **sizes, key: [1, 2]}
-    config = config_type.model_validate(values)
-    network = network_type(config, SOURCE.embedding_and_head())
-    save(tmp_path, network, config)
-    written = json.loads((tmp_path / CONFIG).read_text())
-    written[former] = written.pop(key)
-    (tmp_path / CONFIG).write_text(json.dumps(written))
-    found = load_own(tmp_path, SOURCE.embedding_and_head())
-    assert found.config == config and found.hidden_layers == network.hidden_layers
 
 
 @pytest.mark.parametrize("tokens", [[0, 1, 99], [-1, 1, 2], [1, 0, 2], [1, 1, 2], [0, 1], [0.0, 1.0, 2.0]])

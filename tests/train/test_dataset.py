@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from command import expect_error, run_foretell, tiny_target
 from foretell.api import Model
-from foretell.cli import data
+from foretell.cli import progress
 from foretell.core.sampling import SamplingParams
 from foretell.model.block.decoder import Decoder
 from foretell.testing import TINY, letter_codec, tiny_decoder
@@ -205,7 +205,7 @@ def test_bad_requests_are_refused_in_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_log_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "PROGRESS_INTERVAL", 0.0)
+    monkeypatch.setattr(progress, "PROGRESS_INTERVAL", 0.0)
     (tmp_path / "text").mkdir()
     for i in range(10):
         (tmp_path / "text" / f"{i}.txt").write_text("some plain text to learn")

@@ -89,15 +89,3 @@ def test_a_damaged_state_is_refused_in_a_sentence(key: str, value: object, words
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(ValueError, match=f"state.json: {words}.*; delete"):
         trained(wanted)
-
-
-def test_a_checkpoint_with_earlier_names_is_read(tmp_path: Path) -> None:
-    job = settings(tmp_path, steps=2, measure_every=0)
-    started = trainer(job)
-    with unchecked(), pytest.raises(KeyboardInterrupt):
-        started.run(lambda: True)
-    file = next(tmp_path.glob("checkpoint/step-*/state.json"))
-    text = file.read_text().replace('"init_from":', '"begin":').replace('"metrics":', '"figures":')
-    assert '"begin":' in text and '"figures":' in text
-    file.write_text(text)
-    assert trained(job).step == 2

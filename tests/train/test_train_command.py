@@ -9,7 +9,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from io import StringIO
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from rich.console import Console
 from training_helpers import PROCESSES, answers, shared, target
 
 from command import ENVIRONMENT, expect_error, run_foretell, save_tiny_model, tiny_target
-from foretell.cli.train import LogCallback, ProgressBarCallback
+from foretell.cli.train import TrainingProgress
 from foretell.speculator.config_file import read_config
 from foretell.train.loop import job
 from foretell.train.loop.curve import StepMetrics
@@ -179,10 +178,9 @@ def test_a_beginning_that_does_not_fit(made: Path, tmp_path: Path) -> None:
 
 def test_a_terminal_shows_a_bar_and_a_log_shows_lines() -> None:
     row = StepMetrics(step=3, tokens=3000, loss=1.25, lr=1e-3, seconds=2.0, tokens_per_pass=2.5)
-    for terminal, watcher in ((True, ProgressBarCallback), (False, LogCallback)):
+    for terminal in (True, False):
         text = StringIO()
-        shown = watcher(Console(file=text, force_terminal=terminal, width=120))
-        with shown if isinstance(shown, ProgressBarCallback) else nullcontext():
+        with TrainingProgress(Console(file=text, force_terminal=terminal, width=120), terminal) as shown:
             shown.on_train_begin(2, 3, processes=1)
             shown.on_measure(Measurement(2.5, (0.5,), 3, 24), 2.75)
             shown.on_step_end(row.model_copy(update={"step": 2}), 2 / 3)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from foretell.utils import unfinished
-from foretell.utils.unfinished import part_of, put_in_place, remove, remove_unfinished, unfinished_prefix
+from foretell.utils.unfinished import part_of, put_in_place, remove, remove_unfinished, unfinished_prefix, whole
 
 DEAD = 2**22 + 1
 """No process has this number."""
@@ -160,3 +160,13 @@ def test_a_link_is_removed_and_not_what_it_names(tmp_path: Path) -> None:
     remove(tmp_path / "b")
     remove(tmp_path / "nothing")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    out = tmp_path / "folder" / "model"
+    with whole(out) as part:
+        part.write_text("old")
+    with pytest.raises(ValueError, match="failed"), whole(out) as part:
+        part.write_text("new")
+        raise ValueError("failed")
+    assert out.read_text() == "old" and list(out.parent.iterdir()) == [out]

@@ -10,8 +10,10 @@ import torch
 
 from foretell.bench.competitor import MethodSpec, load_drafts
 from foretell.bench.peers import registry
-from foretell.bench.schema import BenchSettings, FrozenModel
+from foretell.bench.schema import BenchSettings
 from foretell.engine.request import Request
+from foretell.load import load_target
+from foretell.utils.validation import FrozenModel
 
 
 class MemoryTask(FrozenModel):
@@ -67,7 +69,7 @@ def main(text: str) -> None:
         _reset_peak(pid)
         peer.generate(task.prompt, s.max_new_tokens)
     else:
-        model, spec = s.target.load(s.model, precision, s.device, s.memory_limit), MethodSpec.parse(task.method)
+        model, spec = load_target(s.target, s.model, precision, s.device, s.memory_limit), MethodSpec.parse(task.method)
         drafts = load_drafts(spec.config.model or s.draft_model, precision, s.device)
         references = [Path(r).read_text("utf-8") for r in s.references]
         method = model.method(spec.method, spec.config, drafts=drafts, references=references, shared=True)

@@ -8,6 +8,7 @@ from foretell.bench.charts import draw_charts
 from foretell.bench.html_report import render_html
 from foretell.bench.report import render_markdown
 from foretell.bench.schema import BenchResults
+from foretell.utils.paths import replace_file
 from foretell.utils.validation import validate_json
 
 _RESULTS = "results.json"
@@ -32,9 +33,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
     """Write files by name, each in one step."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        part = folder / (name + ".part")
-        part.write_bytes(content)
-        part.replace(folder / name)
+        replace_file(folder / name, content)
     return [folder / name for name in files]
 
 

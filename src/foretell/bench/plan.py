@@ -21,7 +21,8 @@ from foretell.bench.questions import Question
 from foretell.bench.run import BenchRun
 from foretell.bench.schema import BenchSettings
 from foretell.catalogue import DEFAULT_METHOD
-from foretell.load import PLAIN_TARGET
+from foretell.core.target_options import PLAIN_TARGET
+from foretell.load import load_target
 from foretell.model.load.native import finish_writing
 
 _PEER_CONTEXT = 4096
@@ -73,7 +74,7 @@ class BenchPlan:
     def load_models(self) -> dict[str, Model]:
         """The target by precision. Modified copies of it, which some methods draft with, are loaded once."""
         s = self.settings
-        models = {d: s.target.load(s.model, d, s.device, s.memory_limit) for d in s.dtypes}
+        models = {d: load_target(s.target, s.model, d, s.device, s.memory_limit) for d in s.dtypes}
         for model in models.values():
             model.cache_checkpoint()
         finish_writing()

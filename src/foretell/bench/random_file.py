@@ -19,7 +19,7 @@ from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.model.matrices.kinds import BLOCKS, Kind
 from foretell.roofline.model_configs import find_model
 from foretell.utils.names import unknown
-from foretell.utils.unfinished import part_of, put_in_place, remove
+from foretell.utils.unfinished import whole
 
 WEIGHTS: dict[str, Kind] = {"bf16": "BF16", "Q8_0": "Q8_0", "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q4_K": "Q4_K"}
 """Storage types of the matrices, by the names of `--weights`. The head of Q4_K is Q6_K, of other quantised types Q8_0,
@@ -49,13 +49,8 @@ def random_model_file(shape: str, weights: str, folder: Path) -> Path:
         )
     path = folder / f"random-{name}-{weights}.gguf"
     if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        part = part_of(path)
-        try:
+        with whole(path) as part:
             _write(part, config, WEIGHTS[weights])
-            put_in_place(part, path)
-        finally:
-            remove(part)
     return path
 
 

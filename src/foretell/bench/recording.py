@@ -11,11 +11,12 @@ from jaxtyping import Float, Int
 from foretell.api import Model
 from foretell.bench.competitor import Conversation
 from foretell.bench.questions import Question, QuestionSet
-from foretell.bench.schema import BenchSettings, FileModel, FrozenModel
+from foretell.bench.schema import BenchSettings, FileModel
 from foretell.bench.tracing import TracingRunner
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request, Update
 from foretell.utils.store import RunStore, read_records, read_settings
+from foretell.utils.validation import FrozenModel
 
 
 class RecordedAnswer(FrozenModel):

@@ -5,15 +5,10 @@
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
-from foretell.load import PLAIN_TARGET, TargetOptions
-
-
-class FrozenModel(BaseModel):
-    """Immutable data; unknown keys are an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from foretell.core.target_options import PLAIN_TARGET, TargetOptions
+from foretell.utils.validation import FrozenModel
 
 
 class FileModel(FrozenModel):

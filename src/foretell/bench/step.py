@@ -11,13 +11,14 @@ from statistics import median
 from foretell.api import Model
 from foretell.bench.own_backend import EngineTimer, OwnForwardBackend, StepTiming
 from foretell.bench.peers.base import ForwardBackend
-from foretell.bench.schema import FileModel, FrozenModel
+from foretell.bench.schema import FileModel
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.roofline.analysis import AnalyzedModel, analyse
 from foretell.roofline.calibrate import pass_workload
 from foretell.roofline.cost import scalar
 from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import Hardware
+from foretell.utils.validation import FrozenModel
 
 _BURST = 3
 """Consecutive passes of a competitor; the first, which finds another's data in the caches, is not counted."""

@@ -111,11 +111,7 @@ def dynamic_draft_tree(context: BuildContext, options: DynamicTreeOptions) -> An
 
 
 def _expert_sizes(context: BuildContext) -> ExpertSizes:
-    """The sizes of the target's experts.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The sizes of the target's experts."""
     config = require_network(context, "reads which experts the target's tokens have").config
     experts = config.experts
     if experts is None:

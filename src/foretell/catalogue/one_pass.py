@@ -68,11 +68,7 @@ def pard(context: BuildContext, options: DFlashOptions) -> AnyMethod:
 
 
 def _pard_model(context: BuildContext) -> tuple[Runner, int]:
-    """The draft model that was named, and its mask token.
-
-    Raises:
-        ValueError: it has none, there are several, or its vocabulary is not the target's.
-    """
+    """The draft model that was named, and its mask token."""
     if len(context.drafts) > 1:
         raise ValueError(f"pard drafts with one model, and {len(context.drafts)} were named; name one")
     (runner,) = check_draft_vocabs(context)

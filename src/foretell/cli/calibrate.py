@@ -19,21 +19,12 @@ from foretell.train.exits.calibrate import CalibrationSettings, calibrate
 from foretell.train.loop.model_card import CARD
 from foretell.utils.paths import require_empty, require_file_place
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Choose thresholds, placements and temperatures from data.",
-    pretty_exceptions_enable=False,
-)
+app = options.group("Choose thresholds, placements and temperatures from data.")
 add_group_commands(app, "calibrate")
 _SEED = 1_000_003
 """Seed of the answers that are generated: other ones than those that exits are fitted on."""
 _DATA = "calibration-data"
 """Data set that is written in the folder of the exits, or of the speculator, where none is named."""
-
-
-@app.callback()
-def main() -> None:
-    """Choose thresholds, placements and temperatures from data."""
 
 
 @app.command()
@@ -43,10 +34,7 @@ def temperature(
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write the speculator to.")],
     model: options.Model = options.DEFAULT_MODEL,
-    data_folder: Annotated[
-        Path | None,
-        typer.Option("--data", metavar="SET", help="Data set with the model's answers. Default: it writes one in DIR."),
-    ] = None,
+    data_folder: options.AnswersSet = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of the data set to fit on and to compare on.")] = 6000,
     dtype: options.Dtype = "auto",
 ) -> None:

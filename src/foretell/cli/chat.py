@@ -50,7 +50,7 @@ def chat(
     """
     from foretell.cli.prompts import PromptDefaults
     from foretell.cli.setup import load_models, parse_method
-    from foretell.load import TargetOptions
+    from foretell.core.target_options import TargetOptions
 
     selection = parse_method(method, speculative_config, draft_model)
     target_options = TargetOptions(**target)

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foretell.api import Model
+from foretell.cli import options
 from foretell.cli.given import refuse_unused
 from foretell.cli.options import Device, Dtype
 from foretell.cli.options import Model as ModelReference
-from foretell.cli.progress import PROGRESS_INTERVAL
+from foretell.cli.progress import progress
 from foretell.cli.prompts import read_all_prompts
 from foretell.cli.setup import load_model
 from foretell.model.load.reference import DEFAULT_MODEL
@@ -28,16 +27,7 @@ from foretell.train.data.forks import forked_documents
 from foretell.train.data.generate import continue_answers, write_text_chunks
 from foretell.train.loop.job import check_data
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Make data sets for training speculators.",
-    pretty_exceptions_enable=False,
-)
-
-
-@app.callback()
-def main() -> None:
-    """Make data sets for training speculators."""
+app = options.group("Make data sets for training speculators.")
 
 
 @app.command()
@@ -77,7 +67,6 @@ def generate(
     answering = "rows", "greedy_share", "temperature", "max_question", "seed", "states"
     refuse_unused(ctx, answering, "the model does not answer plain text", bool(text))
     refuse_unused(ctx, ("max_question",), "--prompts names the prompts", prompts is not None)
-    console = Console(file=sys.stderr)
     target = load_model(model, dtype, device)
     hidden_layers = parse_hidden_layers(states, target.config.layers + 1, "--states")
     sources = [prompts] if prompts else find_files(text or ())
@@ -103,7 +92,7 @@ def generate(
         else:
             given = None if prompts is None else [target.tokens(t.prompt, t.raw) for t in read_all_prompts(prompts)]
             work = continue_answers(target, manifest, writer, rows, tokens, given, hidden_layers)
-        _show_progress(work, writer, tokens, console)
+        _show_progress(work, writer, tokens)
         writer.seal()
     made = Dataset.open(out)
     (out / "README.md").write_text(_card(made, sys.argv[1:]))
@@ -164,20 +153,14 @@ def _digest(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()[:12]
 
 
-def _show_progress(work: Iterator[int], writer: DatasetWriter, num_tokens: int, console: Console) -> None:
-    """Run the generator to its end; show tokens and speed on a progress bar, or in regular lines for logs."""
-    columns = TextColumn("{task.completed:,} of {task.total:,} tokens"), BarColumn(), TextColumn("{task.fields[speed]}")
-    watched, new = console.is_terminal, 0
-    started = last_line = time.perf_counter()
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not watched) as progress:
-        task = progress.add_task("", total=num_tokens, completed=min(writer.num_learned_tokens, num_tokens), speed="")
+def _show_progress(work: Iterator[int], writer: DatasetWriter, num_tokens: int) -> None:
+    """Run the generator to its end; show tokens and speed."""
+    started, new = time.perf_counter(), 0
+    with progress("") as show:
         for decoded in work:
-            new, now = new + decoded, time.perf_counter()
-            done, speed = min(writer.num_learned_tokens, num_tokens), f"{new / (now - started):,.0f} tokens/s"
-            progress.update(task, completed=done, speed=speed)
-            if not watched and now - last_line >= PROGRESS_INTERVAL:
-                last_line = now
-                console.print(f"{done:,} of {num_tokens:,} tokens  {speed}", highlight=False, soft_wrap=True)
+            new += decoded
+            done, speed = min(writer.num_learned_tokens, num_tokens), new / (time.perf_counter() - started)
+            show(done / num_tokens, f"{done:,} of {num_tokens:,} tokens  {speed:,.0f} tokens/s")
 
 
 def _summary(data: Dataset) -> str:

@@ -8,18 +8,12 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from foretell.cli import options
 from foretell.load import load_codec
 from foretell.retrieval.corpus import NotTextError, find_files, read_documents, tokenize_documents
 from foretell.retrieval.datastore import DEFAULT_DEPTH, Manifest, read_manifest, write_datastore
 
-app = typer.Typer(
-    no_args_is_help=True, help="Index a corpus for drafting by retrieval (method rest).", pretty_exceptions_enable=False
-)
-
-
-@app.callback()
-def main() -> None:
-    """Index a corpus for drafting by retrieval (method rest)."""
+app = options.group("Index a corpus for drafting by retrieval (method rest).")
 
 
 @app.command()

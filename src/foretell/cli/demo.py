@@ -66,8 +66,7 @@ def demo(
     from foretell.cli.comparison import Comparison, difference, warm_up
     from foretell.cli.setup import load_model
 
-    if picture is not None:
-        require_file_place(picture)
+    require_file_place(picture)
     console = Console(highlight=False)
     target = load_model(model, dtype)
     missing = missing_speculator(target)
@@ -145,12 +144,10 @@ def draw_chart(path: Path, comparisons: "list[tuple[DemoPrompt, Comparison]]", t
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("the picture needs matplotlib; run: pip install foretell[plot]") from error
-    figure = Figure(figsize=(8, 3), layout="constrained")
-    axes = figure.subplots()
+    from foretell.bench.charts import canvas, png
+
+    figure, axes = canvas()
+    axes.grid(visible=False)
     for i, (_, c) in enumerate(comparisons):
         plain, fast = (a.statistics.tokens_per_second for a in (c.plain, c.speculative))
         axes.barh(i - 0.2, plain, 0.38, color="#9aa5b1", label="plain decoding" if i == 0 else None)
@@ -163,6 +160,5 @@ def draw_chart(path: Path, comparisons: "list[tuple[DemoPrompt, Comparison]]", t
     axes.set_xlabel("tokens per second")
     axes.set_title(title, loc="left")
     figure.legend(loc="outside upper right", frameon=False, ncols=2)
-    axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    path.write_bytes(png(figure))

@@ -97,7 +97,7 @@ def generate(
     gc.disable()  # The collector would visit the objects of torch again and again while it is imported.
     from foretell.cli.prompts import PromptDefaults
     from foretell.cli.setup import load_models, parse_method, read_text
-    from foretell.load import TargetOptions
+    from foretell.core.target_options import TargetOptions
     from foretell.plan import parse_plan
 
     gc.enable()

@@ -2,14 +2,17 @@
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 from typer.models import OptionInfo
 
 from foretell.core.parameters import PARAMETERS, Parameter
+from foretell.core.target_options import PLAIN_TARGET, TargetOptions
 from foretell.utils.options import Option
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -27,10 +30,10 @@ Method = Annotated[
 ]
 DraftModel = Annotated[
     list[str] | None,
-    typer.Option("--draft-model", metavar="REF", help="Draft model, or a trained speculator, by REF; repeatable."),
+    typer.Option(metavar="REF", help="Draft model, or a trained speculator, by REF; repeatable."),
 ]
 Reference = Annotated[
-    list[Path] | None, typer.Option("--reference", metavar="FILE", help="Reference document to draft from; repeatable.")
+    list[Path] | None, typer.Option(metavar="FILE", help="Reference document to draft from; repeatable.")
 ]
 SpeculativeJson = Annotated[
     str | None,
@@ -67,14 +70,10 @@ def _option(parameter: Parameter) -> OptionInfo:
 MaxNewTokens = Annotated[int, _option(PARAMETERS["max_new_tokens"])]
 Temperature = Annotated[float, _option(PARAMETERS["temperature"])]
 Seed = Annotated[int, _option(PARAMETERS["seed"])]
-JsonSchema = Annotated[
-    Path | None, typer.Option("--json-schema", metavar="FILE", help="Answer with JSON that fits this schema.")
-]
+JsonSchema = Annotated[Path | None, typer.Option(metavar="FILE", help="Answer with JSON that fits this schema.")]
 JsonObject = Annotated[bool, typer.Option("--json-object", help="Answer with a JSON object.")]
 Regex = Annotated[str | None, typer.Option(metavar="RE", help="Answer with text that this expression matches.")]
-Choice = Annotated[
-    list[str] | None, typer.Option("--choice", metavar="S", help="Answer with one of these texts; repeatable.")
-]
+Choice = Annotated[list[str] | None, typer.Option(metavar="S", help="Answer with one of these texts; repeatable.")]
 Grammar = Annotated[Path | None, typer.Option(metavar="FILE", help="Answer by this grammar: Lark, or GBNF.")]
 AnyWhitespace = Annotated[
     bool, typer.Option("--any-whitespace", help="Allow blanks and line ends in JSON; otherwise it is compact.")
@@ -100,6 +99,14 @@ AllowSpecialTokens = Annotated[
     typer.Option("--allow-special-tokens", help="Encode the text of a special token in a message as that token."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AnswersSet = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        metavar="SET",
+        help="Data set of `foretell data generate` with the model's answers. Default: it writes one.",
+    ),
+]
 MemoryLimit = Annotated[
     int | None,
     typer.Option(
@@ -108,119 +115,26 @@ MemoryLimit = Annotated[
         help="Most memory for the target's weights; the rest is read from disk in every pass (see docs/offload.md).",
     ),
 ]
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(
-        "--max-model-len",
-        metavar="N",
-        min=1,
-        help="Tokens of prompt and answer that the model is opened for. Default: its trained context.",
-    ),
-]
-RopeScaling = Annotated[
-    str | None,
-    typer.Option(
-        "--rope-scaling",
-        metavar="JSON",
-        help='Scaling of rotary positions for longer texts, for example \'{"rope_type": "yarn", "factor": 4.0}\'.',
-    ),
-]
-PreTokenizer = Annotated[
-    str | None,
-    typer.Option(
-        "--pre-tokenizer",
-        metavar="NAME",
-        help="Cut texts as llama.cpp's pre-tokenizer of this name does, in place of the one that a GGUF file names.",
-    ),
-]
-Lora = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--lora",
-        metavar="[NAME=]PATH",
-        help="A LoRA adapter that is merged into the model: a directory of PEFT, or an adapter's .gguf file. With "
-        "NAME= `foretell serve` keeps it beside the model, for the requests that name it. Repeatable.",
-    ),
-]
-ChatTemplateDate = Annotated[
-    str | None,
-    typer.Option(
-        "--chat-template-date",
-        metavar="DATE",
-        help="The date that chat templates write, as 2026-03-04. Default: that of the day.",
-    ),
-]
-KvCachePolicy = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-cache-policy",
-        metavar="NAME@BUDGET",
-        help=(
-            "Lossy: evict keys and values beyond a budget (streaming_llm, snapkv, tova or h2o), or let every token "
-            "read so many (quest)."
-        ),
-    ),
-]
-Sparsity = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Lossy: tokens read a part of the neurons, as DIR of `foretell calibrate sparsity` or `foretell train "
-        "sparsity` says.",
-    ),
-]
-KvCacheDtype = Annotated[
-    str,
-    typer.Option(
-        "--kv-cache-dtype",
-        metavar="NAME",
-        help="Cached keys and values: auto (as the model computes), int8 (half the bytes of bfloat16), int8-halves "
-        "(int8, whose upper halves drafts may read), fp8 (8-bit floats, on GPUs), int4 (a quarter), or int4-kivi and "
-        "int2-kivi (4 and 2 bits in groups of 32 tokens, the last 128 tokens whole).",
-    ),
-]
-TensorParallel = Annotated[
-    int,
-    typer.Option(
-        "--tensor-parallel",
-        metavar="N",
-        min=1,
-        help="Share every layer among N processes that torchrun started with this command (see "
-        "docs/howto/scale-out.md).",
-    ),
-]
-PipelineParallel = Annotated[
-    int,
-    typer.Option(
-        "--pipeline-parallel", metavar="N", min=1, help="The same with N parts of the list of layers, for memory."
-    ),
-]
 
 Parameters = Mapping[str, Any]
 """The generation parameters of a command line by their names; see `with_parameters`."""
 NO_PARAMETERS: Parameters = {}
 Target = Mapping[str, Any]
-"""Fields of `foretell.load.TargetOptions`; see `with_target`."""
+"""Fields of `TargetOptions`; see `with_target`."""
 NO_TARGET: Target = {}
 Settings = Mapping[str, Any]
 """Fields of settings by their names; see `with_settings`."""
 NO_SETTINGS: Settings = {}
 
 
+def group(text: str, cls: type[TyperGroup] | None = None) -> typer.Typer:
+    """The application of a command that has commands of its own; `text`: what its help says."""
+    app = typer.Typer(cls=cls, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=text)
+    app.callback()(lambda: None)
+    return app
+
+
 _Decorator = Callable[[Callable[..., None]], Callable[..., None]]
-_TARGET: Mapping[str, tuple[Any, Any]] = {
-    "max_model_len": (MaxModelLen, None),
-    "rope_scaling": (RopeScaling, None),
-    "lora": (Lora, None),
-    "pre_tokenizer": (PreTokenizer, None),
-    "chat_template_date": (ChatTemplateDate, None),
-    "kv_cache_dtype": (KvCacheDtype, "auto"),
-    "kv_cache_policy": (KvCachePolicy, None),
-    "sparsity": (Sparsity, None),
-    "tensor_parallel": (TensorParallel, 1),
-    "pipeline_parallel": (PipelineParallel, 1),
-}
-"""Type and default of the options that are fields of `foretell.load.TargetOptions`, by their names."""
 _LOSSY_TARGET = ("kv_cache_policy", "sparsity")
 
 
@@ -235,29 +149,43 @@ def with_parameters(in_chat: bool = False, **defaults: Any) -> _Decorator:
 
 def with_target(lossy: bool = False) -> _Decorator:
     """Give a command the options of its target, in the place of its argument `target`, which gets the fields of
-    `foretell.load.TargetOptions`. `lossy`: also those that make the target lossy.
+    `TargetOptions`. `lossy`: also those that make the target lossy.
     """
-    chosen = {name: option for name, option in _TARGET.items() if lossy or name not in _LOSSY_TARGET}
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    options = [inspect.Parameter(name, kind, default=d, annotation=a) for name, (a, d) in chosen.items()]
-    return _in_place_of("target", options, lambda name, value: tuple(value or ()) if name == "lora" else value)
+    names = [f.name for f in fields(TargetOptions) if lossy or f.name not in _LOSSY_TARGET]
+    return with_settings(PLAIN_TARGET, "target", names)
 
 
 def with_settings(defaults: Any, argument: str = "settings", only: Collection[str] = ()) -> _Decorator:
     """Give a command the options of the fields of `defaults` that are annotated with `Option`, in the place of an
-    argument, which gets their values by the names of the fields. `only`: of these fields, where it is not empty.
+    argument, which gets their values by the names of the fields. A field of a sequence is an option that is repeated.
+    `only`: of these fields, where it is not empty.
     """
-    options = []
-    for name, hint in get_type_hints(type(defaults), include_extras=True).items():
-        own = next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Option)), None)
-        if own is not None and (not only or name in only):
-            spelling, kind = own.name or "--" + name.replace("_", "-"), get_args(hint)[0]
-            # The settings say what is wrong with a name.
-            kind = str if own.metavar and get_origin(kind) is Literal else kind
-            option = typer.Option(*spelling.split(), metavar=own.metavar, help=own.help, min=own.least, max=own.most)
-            place, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, getattr(defaults, name)
-            options.append(inspect.Parameter(name, place, default=default, annotation=Annotated[kind, option]))
-    return _in_place_of(argument, options, lambda _, value: value)
+    hints = get_type_hints(type(defaults), include_extras=True)
+    shown = {
+        name: part for name in hints for part in getattr(hints[name], "__metadata__", ()) if isinstance(part, Option)
+    }
+    chosen = {name: option for name, option in shown.items() if not only or name in only}
+    kinds = {name: get_args(hints[name])[0] for name in chosen}
+    options = [_of_field(name, kinds[name], option, getattr(defaults, name)) for name, option in chosen.items()]
+    return _in_place_of(
+        argument, options, lambda name, value: tuple(value or ()) if get_origin(kinds[name]) is Sequence else value
+    )
+
+
+def _of_field(name: str, kind: Any, shown: Option, default: Any) -> inspect.Parameter:
+    """The option of a field of settings as an argument of a command."""
+    if get_origin(kind) is Sequence:
+        kind, default = list[get_args(kind)[0]] | None, None  # type: ignore[misc]
+    elif shown.metavar and get_origin(kind) is Literal:
+        kind = str  # The settings say what is wrong with a name.
+    spelling = (shown.name or "--" + name.replace("_", "-")).split()
+    option = typer.Option(*spelling, metavar=shown.metavar, help=shown.help, min=shown.least, max=shown.most)
+    return _argument(name, default, Annotated[kind, option])
+
+
+def _argument(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def _in_place_of(
@@ -285,10 +213,7 @@ def _signature(parameter: Parameter, default: Any) -> inspect.Parameter:
     """The option of a parameter as an argument of a command; a switch is off unless it is given."""
     kind: Any = list[parameter.kind] | None if parameter.many else parameter.kind
     default = None if parameter.many else False if parameter.kind is bool else default
-    annotation = Annotated[kind, _option(parameter)]
-    return inspect.Parameter(
-        parameter.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation
-    )
+    return _argument(parameter.name, default, Annotated[kind, _option(parameter)])
 
 
 def _value(parameter: Parameter, given: Any) -> Any:

@@ -3,35 +3,42 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 PROGRESS_INTERVAL = 30.0
 """Seconds between lines of progress where standard error is no terminal."""
 
 
 @contextmanager
-def progress_bar(total: int | None) -> Iterator[Callable[[str], None]]:
-    """A bar, or a line every `PROGRESS_INTERVAL`; the function that it yields counts one finished item and shows its
-    name.
+def progress(first: str) -> Iterator[Callable[[float, str], None]]:
+    """A bar, or a line every `PROGRESS_INTERVAL`; the function that it yields takes the share that is done and a text.
+    The bar begins with the text `first`.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    done, last_line = 0, time.monotonic()
+    console, last_line = Console(stderr=True), time.monotonic()
+    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("warming up", total=total)
+        task = bar.add_task(first, total=1.0)
 
-        def count(name: str) -> None:
-            nonlocal done, last_line
-            done, now = done + 1, time.monotonic()
-            bar.update(task, advance=1, description=name)
+        def show(share: float, text: str) -> None:
+            nonlocal last_line
+            now = time.monotonic()
+            bar.update(task, completed=share, description=text)
             if not console.is_terminal and now - last_line >= PROGRESS_INTERVAL:
                 last_line = now
-                of = "" if total is None else f" of {total:,}"
-                console.print(f"{done:,}{of}: {name}", highlight=False, markup=False, soft_wrap=True)
+                console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-        yield count
+        yield show
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
+    """The progress of so many items; the function that it yields counts one finished item and shows its name."""
+    numbers = count(1)
+    with progress("warming up") as show:
+        yield lambda name: show((n := next(numbers)) / max(n, total), f"{n:,} of {total:,}: {name}")
 
 
 class TimeLeft:

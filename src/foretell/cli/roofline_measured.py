@@ -4,7 +4,6 @@ from pathlib import Path
 
 from foretell.bench.measured_method import measured_method
 from foretell.bench.output import read_results
-from foretell.bench.results import is_peer
 from foretell.bench.schema import BenchResults
 from foretell.roofline.measured import PLAIN, MeasuredMethod
 from foretell.roofline.method_profiles import profile_of_method
@@ -21,7 +20,7 @@ def read_measured(path: Path) -> tuple[BenchResults, list[MeasuredMethod]]:
     plain = {c.name: c.pooled for c in results.competitors}
     for competitor in results.competitors:
         variant, _, dtype = competitor.name.partition("/")
-        if is_peer(competitor.name) or variant.partition("@")[0] not in profile_of_method():
+        if competitor.peer or variant.partition("@")[0] not in profile_of_method():
             continue
         pooled, model = competitor.pooled, results.settings.model
         source = f"{path}, {pooled.questions} questions, {results.created[:10]}"

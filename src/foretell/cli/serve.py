@@ -3,16 +3,14 @@
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from foretell.cli import options
 from foretell.cli.given import refuse_unused
+from foretell.serve.settings import EngineSettings, Limits, ServerSettings, SyntaxNames, Timeouts
 from foretell.utils.names import unknown
-
-if TYPE_CHECKING:
-    from foretell.serve.settings import SyntaxNames
 
 app = typer.Typer(pretty_exceptions_enable=False)
 API_KEY_VARIABLE = "FORETELL_API_KEY"
@@ -24,6 +22,11 @@ NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 @app.command()
 @options.with_target()
+@options.with_settings(Limits(), "limits")
+@options.with_settings(Timeouts(), "timeouts")
+@options.with_settings(ServerSettings(()), "own")
+@options.with_settings(EngineSettings(), "engine")
+@options.with_settings(SyntaxNames(), "syntaxes")
 def serve(
     ctx: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
@@ -31,7 +34,6 @@ def serve(
     request_method: Annotated[
         list[str] | None,
         typer.Option(
-            "--request-method",
             metavar="NAME",
             help="Another method that requests may ask for, besides plain decoding and retrieval; repeatable.",
         ),
@@ -45,31 +47,19 @@ def serve(
     uds: Annotated[Path | None, typer.Option(metavar="PATH", help="Listen on a unix socket instead.")] = None,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option("--served-model-name", metavar="NAME", help="Name of the model in the API; repeatable."),
+        typer.Option(metavar="NAME", help="Name of the model in the API; repeatable."),
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
-            "--api-key", metavar="KEY", help=f"Ask for this key; repeatable. Also read from ${API_KEY_VARIABLE}."
-        ),
+        typer.Option(metavar="KEY", help=f"Ask for this key; repeatable. Also read from ${API_KEY_VARIABLE}."),
     ] = None,
     api_key_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Ask for one of the keys in this file, one per line.")
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(metavar="N", min=1, help="Most requests decoded together.")] = 16,
-    max_num_queued_reqs: Annotated[
-        int, typer.Option("--max-num-queued-reqs", metavar="N", min=0, help="Most requests that wait; else 429.")
-    ] = 256,
-    max_num_queued_tokens: Annotated[
-        int, typer.Option("--max-num-queued-tokens", metavar="N", min=1, help="Most prompt tokens that wait; else 429.")
-    ] = 1 << 20,
-    max_concurrency_per_key: Annotated[
-        int, typer.Option("--max-concurrency-per-key", metavar="N", min=0, help="Requests at a time; 0: no limit.")
-    ] = 0,
+    limits: options.Settings = options.NO_SETTINGS,
     itl_target_ms: Annotated[
         float,
         typer.Option(
-            "--itl-target-ms",
             metavar="MS",
             min=0,
             help="Read prompts in chunks that keep the time between two tokens of running answers, and new requests "
@@ -79,35 +69,12 @@ def serve(
     stream_interval_ms: Annotated[
         float,
         typer.Option(
-            "--stream-interval-ms",
             metavar="MS",
             min=0,
             help="Least time between two pieces of a stream, beside its first and last one; 0: a piece per pass.",
         ),
     ] = 10.0,
-    disable_by_batch_size: Annotated[
-        int | None,
-        typer.Option(
-            "--speculative-disable-by-batch-size",
-            metavar="N",
-            min=0,
-            help="A request beside so many others gets no drafts, where that leaves the text of its seed as it is. "
-            "Default: any number; the server drafts where measured times say that it pays.",
-        ),
-    ] = None,
-    kv_cache_memory_bytes: Annotated[
-        int | None,
-        typer.Option(
-            "--kv-cache-memory-bytes",
-            metavar="N",
-            min=1,
-            help="Greatest size of the key-value cache. Where it is full, ended requests are forgotten, then running "
-            "ones wait. Default: half of the free memory.",
-        ),
-    ] = None,
-    enable_prefix_caching: Annotated[
-        bool, typer.Option(help="Reuse the cache of earlier requests with the same beginning; same bits as without.")
-    ] = True,
+    engine: options.Settings = options.NO_SETTINGS,
     generation_config: Annotated[
         str,
         typer.Option(
@@ -117,73 +84,23 @@ def serve(
     override_generation_config: Annotated[
         str | None, typer.Option(metavar="JSON", help="Sampling defaults that go before, as a JSON object.")
     ] = None,
-    trust_request_chat_template: Annotated[
-        bool, typer.Option("--trust-request-chat-template", help="Use chat templates of requests (sandboxed).")
-    ] = False,
-    tool_call_parser: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="How the model writes calls of tools, by vLLM's name. Default: as its template shows."
-        ),
-    ] = None,
-    reasoning_parser: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="How the model marks its reasoning, by vLLM's name, or none: it is part of the answer. Default: as "
-            "its template shows.",
-        ),
-    ] = None,
-    reasoning_budget: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=0, help="Most tokens of reasoning before an answer. Default: any number."),
-    ] = None,
+    syntaxes: options.Settings = options.NO_SETTINGS,
     allowed_origins: Annotated[
         list[str] | None,
-        typer.Option("--allowed-origins", metavar="ORIGIN", help="Let pages of this origin call (CORS); repeatable."),
+        typer.Option(metavar="ORIGIN", help="Let pages of this origin call (CORS); repeatable."),
     ] = None,
     allowed_hosts: Annotated[
         list[str] | None,
         typer.Option(
-            "--allowed-hosts",
             metavar="NAME",
             help="Name that clients call the server by, beside addresses and localhost; repeatable. Default: any on a "
             "public --host, none on 127.0.0.1.",
         ),
     ] = None,
-    max_connections: Annotated[
-        int, typer.Option(metavar="N", min=1, help="HTTP connections at a time; above it idle ones are closed.")
-    ] = 4096,
     ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="TLS certificate.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Key of the TLS certificate.")] = None,
-    shutdown_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="For running answers to end after SIGTERM.")
-    ] = 30.0,
-    metrics_prefix: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--metrics-prefix",
-            metavar="NAME",
-            help="Further prefix of the metrics, beside foretell; vllm for tools that read vLLM's.",
-        ),
-    ] = None,
-    shadow_rate: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE", min=0, max=1, help="Decode this share of the answers again plainly when idle, and compare."
-        ),
-    ] = 0.0,
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        typer.Option(
-            "--otlp-traces-endpoint",
-            metavar="URL",
-            help="Send a span per request to this OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces.",
-        ),
-    ] = None,
-    log_requests: Annotated[
-        bool, typer.Option("--log-requests", help="Log the texts of prompts and answers too.")
-    ] = False,
+    timeouts: options.Settings = options.NO_SETTINGS,
+    own: options.Settings = options.NO_SETTINGS,
     threads: Annotated[
         int | None, typer.Option(metavar="N", help="CPU threads of the model; with --ray, of each replica.")
     ] = None,
@@ -208,14 +125,13 @@ def serve(
     from foretell.cli.serve_plan import ServePlan
     from foretell.cli.served_model import ServedModel
     from foretell.cli.setup import parse_method
-    from foretell.load import TargetOptions
+    from foretell.core.target_options import TargetOptions
     from foretell.model.load.adapter import adapter_name
     from foretell.serve.auth import read_keys
-    from foretell.serve.loaded import EngineSettings
     from foretell.serve.origin import is_local
     from foretell.serve.run import Address
-    from foretell.serve.settings import Limits, ServerSettings, Timeouts
 
+    _check_traces(own["otlp_traces_endpoint"])
     refuse_unused(ctx, ("host", "port"), "--uds listens on a unix socket", uds is not None)
     loras = [(adapter_name(each).name, each) for each in target["lora"]]
     names = [*(served_model_name or (model,)), *(name for name, _ in loras if name is not None)]
@@ -227,22 +143,11 @@ def serve(
         api_keys=read_keys(api_key or (), api_key_file, os.environ.get(API_KEY_VARIABLE, "")),
         cors_origins=tuple(allowed_origins or ()),
         allowed_hosts=tuple(allowed_hosts or ()) if allowed_hosts or (is_local(host) and uds is None) else None,
-        trust_request_chat_template=trust_request_chat_template,
-        syntaxes=_syntaxes(tool_call_parser, reasoning_parser),
-        reasoning_budget=reasoning_budget,
-        limits=Limits(
-            connections=max_connections,
-            max_num_seqs=max_num_seqs,
-            queued_requests=max_num_queued_reqs,
-            queued_tokens=max_num_queued_tokens,
-            per_key=max_concurrency_per_key,
-        ),
-        timeouts=Timeouts(shutdown=shutdown_timeout),
-        metrics_prefixes=tuple(metrics_prefix or ()),
-        shadow_rate=shadow_rate,
-        otlp_traces_endpoint=_check_traces(otlp_traces_endpoint),
-        log_requests=log_requests,
+        syntaxes=_syntaxes(**syntaxes),
+        limits=Limits(**limits),
+        timeouts=Timeouts(**timeouts),
         stream_interval=stream_interval_ms / 1000,
+        **own,
     )
     served = ServedModel(
         model=model,
@@ -251,13 +156,7 @@ def serve(
         selection=parse_method(method, speculative_config, draft_model),
         references=tuple(reference or ()),
         target_options=TargetOptions(**{**target, "lora": merged}, adapters=beside),
-        engine=EngineSettings(
-            rows=max_num_seqs,
-            prefix_caching=enable_prefix_caching,
-            itl_target=itl_target_ms / 1000 or None,
-            cache_bytes=kv_cache_memory_bytes,
-            disable_by_batch_size=disable_by_batch_size,
-        ),
+        engine=EngineSettings(limits["max_num_seqs"], itl_target_ms / 1000 or None, **engine),
         generation_config=generation_config,
         override_generation_config=override_generation_config,
         allowed=tuple(request_method or ()),
@@ -277,24 +176,19 @@ def _check_packages(ray: bool) -> None:
             raise ValueError(f"the server needs {', '.join(missing)}; run: pip install 'foretell[{extra}]'")
 
 
-def _check_traces(endpoint: str | None) -> str | None:
+def _check_traces(endpoint: str | None) -> None:
     if endpoint is None:
-        return None
+        return
     try:
         from foretell.serve.metrics.traces import check_endpoint
     except ImportError:
         raise ValueError("traces need OpenTelemetry; run: pip install 'foretell[otel]'") from None
-    return check_endpoint(endpoint)
+    check_endpoint(endpoint)
 
 
-def _syntaxes(tools: str | None, reasoning: str | None) -> "SyntaxNames":
-    """The names of syntaxes, if they are known ones.
-
-    Raises:
-        ValueError: one is not.
-    """
+def _syntaxes(tools: str | None, reasoning: str | None) -> SyntaxNames:
+    """The names of syntaxes, if they are known ones."""
     from foretell.serve.reasoning import NONE, REASONING_SYNTAXES
-    from foretell.serve.settings import SyntaxNames
     from foretell.serve.tools.syntax import TOOL_SYNTAXES
 
     for kind, name, known in (

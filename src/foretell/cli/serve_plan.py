@@ -9,6 +9,7 @@ import typer
 from foretell.cli.served_model import ServedModel
 from foretell.cli.setup import check_threads
 from foretell.model.load.reference import resolve_reference
+from foretell.model.load.split import Split
 from foretell.serve.app import create_app
 from foretell.serve.metrics.request_log import log_as_json
 from foretell.serve.run import Address, serve
@@ -35,7 +36,8 @@ class ServePlan:
             ValueError: the address cannot be used, or the model cannot be loaded.
         """
         log_as_json()
-        if not self.served.target_options.split.leads:
+        options = self.served.target_options
+        if not Split(options.tensor_parallel, options.pipeline_parallel).leads:
             self.served.load()  # Runs its part of the model, and ends with the process that listens.
         elif self.replicas is None:
             self._run_here()

@@ -6,14 +6,15 @@ from pathlib import Path
 from foretell.catalogue import catalogue, find
 from foretell.cli.drafter_check import checked
 from foretell.cli.setup import MethodSelection, load_models, set_threads
-from foretell.load import TargetOptions
+from foretell.core.target_options import TargetOptions
 from foretell.model.load.adapter import adapter_name
 from foretell.model.load.memory import available_memory
 from foretell.model.load.reference import resolve_reference
 from foretell.model.run.runner import shares_prefixes
 from foretell.serve.defaults import read_defaults
 from foretell.serve.fingerprint import file_bytes, system_fingerprint
-from foretell.serve.loaded import EngineSettings, LoadedModel, Methods
+from foretell.serve.loaded import LoadedModel, Methods
+from foretell.serve.settings import EngineSettings
 
 CHEAP_FAMILIES = ("baseline", "retrieval")
 """Methods without weights of their own: requests may ask for them."""

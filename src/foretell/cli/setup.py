@@ -16,8 +16,9 @@ from foretell.catalogue import DEFAULT_METHOD, find
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.inputs import NamedInputs
 from foretell.cli.pass_times import kept_pass_times
+from foretell.core.target_options import PLAIN_TARGET, TargetOptions
 from foretell.engine.method import AnyMethod
-from foretell.load import PLAIN_TARGET, TargetOptions, load, load_draft
+from foretell.load import load, load_draft, load_target
 
 
 def set_threads(threads: int | None) -> int:
@@ -147,7 +148,7 @@ def load_models(
     """
     texts = tuple(read_text(path) for path in references or ())
     with spinner(f"loading {model}"):
-        target = target_options.load(model, dtype, device, None if memory_limit is None else memory_limit << 20)
+        target = load_target(target_options, model, dtype, device, None if memory_limit is None else memory_limit << 20)
         target.pass_times = kept_pass_times(target, device)
         drafts = tuple(load_draft(d, dtype, device) for d in selection.drafts)
     freeze_garbage_collector()

@@ -122,14 +122,15 @@ def run(settings: TrainingSettings, command: str) -> None:
     job = prepare(settings, load_model(settings.model, dtype, str(accelerator.device)), recipe)
     features = feature_source(job)
     Path(settings.out).mkdir(parents=True, exist_ok=True)
-    callback = _create_callback(quiet)
-    with Interrupt() as interrupt, callback if isinstance(callback, ProgressBarCallback) else nullcontext():
-        trainer = Trainer(job, accelerator, features, callback)
+    console = Console(stderr=True)
+    progress = None if quiet else TrainingProgress(console, console.is_terminal)
+    with Interrupt() as interrupt, progress or nullcontext():
+        trainer = Trainer(job, accelerator, features, progress or TrainingCallback())
         trainer.run(lambda: interrupt.requested)
     if not quiet:
         write_curve(trainer.out, trainer.curve, with_plot=True)
         write_card(trainer, command)
-        Console(stderr=True).print(
+        console.print(
             f"{settings.out}: {trainer.best:.3f} tokens per pass at step {trainer.best_step:,} of {trainer.step:,}; "
             f"use it with {job.recipe.usage(settings.out)}", highlight=False, soft_wrap=True,
         )  # fmt: skip
@@ -162,39 +163,43 @@ def _parse_dataset(text: str) -> DatasetWeight:
         ) from error
 
 
-def _create_callback(quiet: bool) -> TrainingCallback:
-    if quiet:
-        return TrainingCallback()
-    console = Console(stderr=True)
-    return ProgressBarCallback(console) if console.is_terminal else LogCallback(console)
+class TrainingProgress(TrainingCallback):
+    """Shows a bar on a terminal, or prints a line every half minute and for every measurement and checkpoint."""
 
-
-class LogCallback(TrainingCallback):
-    """Prints a line every half minute and for every measurement and checkpoint, for logs."""
-
-    def __init__(self, console: Console) -> None:
-        self._console, self._last_line, self._steps, self._best = console, 0.0, 0, ""
+    def __init__(self, console: Console, bar: bool) -> None:
+        columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
+        self._bar = Progress(*columns, console=console, speed_estimate_period=600, disable=not bar)
+        self._task = self._bar.add_task("", total=1)
+        self._console, self._is_bar, self._last_line, self._steps, self._best = console, bar, 0.0, 0, ""
         self._first: tuple[float, int] | None = None
         """Time and tokens of the first step."""
         self._left = TimeLeft()
 
+    def __enter__(self) -> "TrainingProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
     def on_train_begin(self, step: int, steps: int, processes: int) -> None:
         """Training starts."""
         self._steps = steps
+        self._bar.update(self._task, completed=step / steps)
         self._print(f"step {step:,} of {steps:,}" + (f", {processes} processes" if processes > 1 else ""))
 
     def on_step_end(self, row: StepMetrics, share: float) -> None:
         """A step is done."""
         now, left = time.monotonic(), self._left(share)
-        if self._first is None:
-            self._first = now, row.tokens
-        elif now - self._last_line >= PROGRESS_INTERVAL or share == 1 or row.tokens_per_pass is not None:
+        is_first = self._first is None
+        start, tokens = self._first = self._first or (now, row.tokens)
+        speed = (row.tokens - tokens) / max(now - start, 1e-9)
+        text = f"step {row.step:,} of {self._steps:,}  loss {row.loss:.4f}  {speed:,.0f} tokens/s"
+        self._bar.update(self._task, completed=share, description=text + self._best)
+        is_due = now - self._last_line >= PROGRESS_INTERVAL or share == 1 or row.tokens_per_pass is not None
+        if is_due and not is_first:
             self._last_line = now
-            start, tokens = self._first
-            self._print(
-                f"step {row.step:,} of {self._steps:,}  loss {row.loss:.4f}  "
-                f"{(row.tokens - tokens) / max(now - start, 1e-9):,.0f} tokens/s  {left}{self._best}"
-            )
+            self._print(f"{text}  {left}{self._best}")
 
     def on_measure(self, measurement: Measurement, best: float) -> None:
         """Tokens per pass were measured."""
@@ -205,40 +210,5 @@ class LogCallback(TrainingCallback):
         self._print(f"checkpoint of step {step:,}")
 
     def _print(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
-
-
-class ProgressBarCallback(TrainingCallback):
-    """Shows a progress bar, for terminals."""
-
-    def __init__(self, console: Console) -> None:
-        columns = (
-            TextColumn("step {task.fields[step]:,}"), BarColumn(), TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn()
-        )  # fmt: skip
-        self._bar = Progress(*columns, console=console, speed_estimate_period=600)
-        self._task = self._bar.add_task("", total=1, text="", step=0)
-        self._best, self._previous = "", (0.0, 0)
-
-    def __enter__(self) -> "ProgressBarCallback":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def on_train_begin(self, step: int, steps: int, processes: int) -> None:
-        """Training starts."""
-        self._bar.update(self._task, completed=step / steps, step=step)
-
-    def on_step_end(self, row: StepMetrics, share: float) -> None:
-        """A step is done."""
-        seconds, tokens = self._previous
-        speed = (row.tokens - tokens) / max(row.seconds - seconds, 1e-9)
-        self._previous = row.seconds, row.tokens
-        text = f"loss {row.loss:.4f}  {speed:,.0f} tokens/s{self._best}"
-        self._bar.update(self._task, completed=share, step=row.step, text=text)
-
-    def on_measure(self, measurement: Measurement, best: float) -> None:
-        """Tokens per pass were measured."""
-        self._best = f"  {measurement.tokens_per_pass:.3f} tokens/pass (best {best:.3f})"
+        if not self._is_bar:
+            self._console.print(text, highlight=False, soft_wrap=True)

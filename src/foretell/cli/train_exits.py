@@ -30,14 +30,7 @@ def exits(
     ctx: typer.Context,
     model: options.SourceModel,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the exits.")],
-    data_folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--data",
-            metavar="DIR",
-            help="Data set of `foretell data generate` with the model's answers. Default: it writes one in DIR/data.",
-        ),
-    ] = None,
+    data_folder: options.AnswersSet = None,
     layers: Annotated[
         str, typer.Option(metavar="LIST", help="Exits after so many layers, as 6,12,18. Default: every tenth.")
     ] = "",
@@ -117,11 +110,7 @@ def exits(
 
 
 def _draft_model(target: Model, folder: Path) -> DraftNetwork:
-    """The draft model whose blocks an exit begins with.
-
-    Raises:
-        ValueError: it is another kind of speculator.
-    """
+    """The draft model whose blocks an exit begins with."""
     speculator = target.speculator(folder)
     if not isinstance(speculator, DraftNetwork):
         raise ValueError(

@@ -61,7 +61,7 @@ def verify(
     """
     from foretell.cli.prompts import read_texts
     from foretell.cli.setup import load_models, parse_method, spinner
-    from foretell.load import TargetOptions
+    from foretell.core.target_options import TargetOptions
     from foretell.verify import Verifier, VerifySettings, buildable_methods
     from foretell.verify.prompts import PROMPTS
 

@@ -44,8 +44,6 @@ class Drafter(EngineBound, ABC):
     drafts_forced: bool = True
     """Whether the tokens that the constraint of a request leaves next are drafted too."""
 
-    reads_prompts: bool = True
-    """Whether a predictor without hidden states reads every prompt itself before its first draft."""
     exact_keys: bool = True
     """Whether the target's cache after an answer is that of passes of all layers over the same text, so that other
     requests may begin with its tokens.

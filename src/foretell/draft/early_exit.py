@@ -41,7 +41,6 @@ class EarlyExitDrafter(Predictor):
     """
 
     label = "first layers of the target"
-    reads_prompts = False
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class EarlyExitDrafter(Predictor):
         self._blocks: ExitBlocks | None = None
         """The decoder blocks of the only exit."""
         if heads.blocks:
-            self.hidden_layers, self.reads_prompts = heads.layers, True
+            self.hidden_layers = heads.layers
         self._depths = WeakKeyDictionary[TokenBuffer, Float[np.ndarray, " e"]]()
         """Per sequence the distribution function of the depth of its answer, with classifiers for whole answers."""
 

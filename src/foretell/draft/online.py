@@ -1,7 +1,6 @@
 """Online speculative decoding: a draft model that is distilled while it serves."""
 
 import random
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -112,8 +111,6 @@ class OnlineDrafter(Predictor):
         self._rows: dict[int, _RequestState] = {}
         self._requests = self.updates = 0
         """Requests since the last update, and updates so far."""
-        self.training_seconds = 0.0
-        """Seconds spent on training so far, packing included."""
         self._model = DraftModel(network.to_runner())
         self.max_context = self._model.max_context
 
@@ -169,7 +166,6 @@ class OnlineDrafter(Predictor):
 
     def learn(self) -> None:
         """Make one optimizer step, and draft with the new weights."""
-        started = time.perf_counter()
         examples = self.replay.sample(self._rng)
         if not examples:
             return
@@ -181,7 +177,6 @@ class OnlineDrafter(Predictor):
                 self._optimizer.step()
             self._model = DraftModel(self.network.to_runner())
         self.updates += 1
-        self.training_seconds += time.perf_counter() - started
 
 
 def distillation_loss(

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int, UInt32
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from foretell.retrieval.suffix_array import SEPARATOR, build_suffix_array
 from foretell.tokenizer.codec import TextCodec
 from foretell.utils.paths import require_empty
-from foretell.utils.unfinished import part_of, put_in_place, remove
-from foretell.utils.validation import read_model
+from foretell.utils.unfinished import whole
+from foretell.utils.validation import FrozenModel, read_model
 
 DEFAULT_DEPTH = 16
 """Tokens of the longest n-gram that can be looked up, by default."""
@@ -22,10 +22,8 @@ _FORMAT = "foretell datastore 1"
 _PROBE = "The quick brown fox:\n\tfor i in range(1024):  # naïve café, 東京 🙂\r\n    don't()"
 
 
-class Manifest(BaseModel):
+class Manifest(FrozenModel):
     """The description of a datastore in its directory."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: str
     tokens: int
@@ -153,16 +151,11 @@ def write_datastore(
         tokenizer=tokenizer,
         fingerprint=tokenizer_fingerprint(codec),
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = part_of(out)
-    try:
+    with whole(out) as unfinished:
         unfinished.mkdir()
         np.save(unfinished / "tokens.npy", tokens)
         np.save(unfinished / "suffixes.npy", build_suffix_array(tokens, depth))
         (unfinished / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
-        put_in_place(unfinished, out)
-    finally:
-        remove(unfinished)
     return manifest
 
 

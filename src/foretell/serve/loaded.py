@@ -11,11 +11,10 @@ from foretell.catalogue import find
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Request
+from foretell.serve.settings import EngineSettings
 from foretell.utils.names import unknown
 
 PLAIN = "autoregressive"
-ITL_TARGET = 0.25
-"""Seconds between two tokens of an answer beside prompts that are read: a reader sees text come."""
 MAX_SALTED = 8
 """Trained drafters of different cache salts that are kept, those used last."""
 
@@ -87,33 +86,6 @@ class Methods:
 
 
 @dataclass(frozen=True)
-class EngineSettings:
-    """How the server's engines run; see `Engine`."""
-
-    rows: int = 16
-    """Requests that are decoded together."""
-    prefix_caching: bool = True
-    itl_target: float | None = ITL_TARGET
-    """Seconds between two tokens of an answer that chunks of prompts leave room for; None: any."""
-    cache_bytes: int | None = None
-    """Greatest size of the target's key-value cache; None: any."""
-    disable_by_batch_size: int | None = None
-    """Other requests beside which a request gets no drafts; None: any number, the budget alone decides."""
-
-    def engine(self, model: Model, method: AnyMethod) -> Engine:
-        """A new engine of the model that decodes by `method`."""
-        return model.engine(
-            method,
-            self.rows,
-            self.prefix_caching,
-            every_method=True,
-            disable_by_batch_size=self.disable_by_batch_size,
-            itl_target=self.itl_target,
-            cache_bytes=self.cache_bytes,
-        )
-
-
-@dataclass(frozen=True)
 class LoadedModel:
     """A model that is ready to be served."""
 
@@ -129,7 +101,7 @@ class LoadedModel:
     def make_engine(self) -> Engine:
         """A new engine. Called in the engine's thread, again after a crash."""
         self.methods.clear()
-        return self.settings.engine(self.model, self.methods.get(self.methods.default))
+        return self.model.engine(self.methods.get(self.methods.default), every_method=True, **vars(self.settings))
 
     def describe_method(self, request: Request) -> dict[str, Any]:
         """What decodes a request, as its answer says."""

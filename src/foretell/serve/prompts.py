@@ -147,11 +147,7 @@ class PromptEncoder:
             raise bad_request(f"{error}: this model's chat template writes images otherwise", "messages") from error
 
     def _read_images(self, messages: Sequence[ChatMessage]) -> list[ReadImage]:
-        """The images of messages in their order.
-
-        Raises:
-            ApiError: the model reads text only, there are too many, or one cannot be read.
-        """
+        """The images of messages in their order."""
         urls = {
             f"messages.{i}.content.{part}": (message.role, url)
             for i, message in enumerate(messages)
@@ -233,11 +229,7 @@ def context_exceeded(what: str, context: int, param: str) -> ApiError:
 
 
 def _data_of(url: str, place: str) -> bytes:
-    """The content of a data URL.
-
-    Raises:
-        ApiError: it is another URL, or not in base64.
-    """
+    """The content of a data URL."""
     head, _, data = url.partition(",")
     if not head.startswith("data:"):
         raise bad_request(

@@ -1,14 +1,19 @@
 """Settings of a server: names, limits and keys."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from foretell.utils.options import Option
 
 
 @dataclass(frozen=True)
 class Limits:
     """What a request may ask for; checked before work is done for it."""
 
-    connections: int = 4096
-    """HTTP connections at a time; above it idle ones are closed."""
+    connections: Annotated[
+        int, Option("HTTP connections at a time; above it idle ones are closed.", "N", "--max-connections", 1)
+    ] = 4096
     head_bytes: int = 1 << 16
     """Request line and headers of a request."""
     body_bytes: int = 16 << 20
@@ -33,21 +38,23 @@ class Limits:
     """Also of the tokens of a prompt."""
     chars_per_token: int = 8
     """A prompt of more characters per token of context is refused before it is encoded."""
-    max_num_seqs: int = 16
-    """Requests that are decoded together."""
-    queued_requests: int = 256
-    queued_tokens: int = 1 << 20
-    """Prompt tokens of the requests that have no answer yet."""
-    per_key: int = 0
-    """Concurrent HTTP requests of one API key; 0: no limit."""
+    max_num_seqs: Annotated[int, Option("Most requests decoded together.", "N", least=1)] = 16
+    queued_requests: Annotated[int, Option("Most requests that wait; else 429.", "N", "--max-num-queued-reqs", 0)] = 256
+    queued_tokens: Annotated[
+        int, Option("Most prompt tokens that wait; else 429.", "N", "--max-num-queued-tokens", 1)
+    ] = 1 << 20
+    per_key: Annotated[
+        int, Option("HTTP requests of a key at a time; 0: no limit.", "N", "--max-concurrency-per-key", 0)
+    ] = 0
 
 
 @dataclass(frozen=True)
 class Timeouts:
     """Seconds."""
 
-    shutdown: float = 30.0
-    """For running requests to end after SIGTERM."""
+    shutdown: Annotated[
+        float, Option("For running answers to end after SIGTERM.", "SECONDS", "--shutdown-timeout", 0)
+    ] = 30.0
     keep_alive_interval: float = 15.0
     """Between the comments that keep a silent stream open."""
     head: float = 30.0
@@ -64,8 +71,62 @@ class Timeouts:
 class SyntaxNames:
     """Names of how the model writes calls and reasoning; None: the chat template shows it."""
 
-    tools: str | None = None
-    reasoning: str | None = None
+    tools: Annotated[
+        str | None,
+        Option(
+            "How the model writes calls of tools, by vLLM's name. Default: as its template shows.",
+            "NAME",
+            "--tool-call-parser",
+        ),
+    ] = None
+    reasoning: Annotated[
+        str | None,
+        Option(
+            "How the model marks its reasoning, by vLLM's name, or none: it is part of the answer. Default: as its "
+            "template shows.",
+            "NAME",
+            "--reasoning-parser",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How the server's engines run; see `Engine`."""
+
+    rows: int = 16
+    """Requests that are decoded together."""
+    itl_target: float | None = 0.25
+    """Seconds between two tokens of an answer that chunks of prompts leave room for (a reader sees text come); None:
+    any.
+    """
+    disable_by_batch_size: Annotated[
+        int | None,
+        Option(
+            "A request beside so many others gets no drafts, where that leaves the text of its seed as it is. Default: "
+            "any number; the server drafts where measured times say that it pays.",
+            "N",
+            "--speculative-disable-by-batch-size",
+            0,
+        ),
+    ] = None
+    cache_bytes: Annotated[
+        int | None,
+        Option(
+            "Greatest size of the key-value cache. Where it is full, ended requests are forgotten, then running ones "
+            "wait. Default: half of the free memory.",
+            "N",
+            "--kv-cache-memory-bytes",
+            1,
+        ),
+    ] = None
+    prefix_caching: Annotated[
+        bool,
+        Option(
+            "Reuse the cache of earlier requests with the same beginning; same bits as without.",
+            name="--enable-prefix-caching/--no-enable-prefix-caching",
+        ),
+    ] = True
 
 
 @dataclass(frozen=True)
@@ -79,10 +140,12 @@ class ServerSettings:
     """Origins that may call from a browser; `*`: every one. Empty: none."""
     allowed_hosts: tuple[str, ...] | None = None
     """Names that clients may call the server by, beside IP addresses and localhost; None: any."""
-    trust_request_chat_template: bool = False
+    trust_request_chat_template: Annotated[bool, Option("Use chat templates of requests (sandboxed).")] = False
     syntaxes: SyntaxNames = SyntaxNames()
-    reasoning_budget: int | None = None
-    """Most tokens of reasoning of an answer whose request names no number; None: any number."""
+    reasoning_budget: Annotated[
+        int | None,
+        Option("Most tokens of reasoning, where a request names no number. Default: any number.", "N", least=0),
+    ] = None
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     tokenizer_threads: int = 2
@@ -90,11 +153,19 @@ class ServerSettings:
     """Least seconds between two pieces of a stream, beside its first and last one; tokens that come meanwhile are sent
     together.
     """
-    metrics_prefixes: tuple[str, ...] = ()
-    """Further prefixes of the metrics with vLLM's names, beside `foretell`."""
-    shadow_rate: float = 0.0
-    """Share of the finished answers that are decoded again plainly while the engine is idle."""
-    otlp_traces_endpoint: str | None = None
-    """Address of the OpenTelemetry collector that gets a span per request; None: there is none."""
-    log_requests: bool = False
-    """Log the texts of prompts and answers."""
+    metrics_prefixes: Annotated[
+        Sequence[str],
+        Option(
+            "Further prefix of the metrics, beside foretell; vllm for tools that read vLLM's. Repeatable.",
+            "NAME",
+            "--metrics-prefix",
+        ),
+    ] = ()
+    shadow_rate: Annotated[
+        float, Option("Decode this share of the answers again plainly when idle, and compare.", "SHARE", "", 0, 1)
+    ] = 0.0
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Option("Send a span per request to this OpenTelemetry collector, as http://127.0.0.1:4318/v1/traces.", "URL"),
+    ] = None
+    log_requests: Annotated[bool, Option("Log the texts of prompts and answers too.")] = False

@@ -61,10 +61,6 @@ class LLMCadTree(EngineBound, Shape[Predictor]):
         """By sequence: a request that is paused or preempted goes on with its own."""
         self._drafted_rows = StepState[tuple[int, ...]]()
 
-    def threshold_for(self, text: TokenBuffer) -> float:
-        """The present threshold of a request, in (0, 1]."""
-        return math.exp(self._log_threshold_for(text))
-
     def _log_threshold_for(self, text: TokenBuffer) -> float:
         return self._log_threshold.get(text, math.log(self.threshold))
 

@@ -44,14 +44,3 @@ def _by_depth(acceptance: Sequence[Sequence[float]] | Sequence[float]) -> list[l
         else:
             flat.append(item)
     return rows or [flat]
-
-
-def expected_tokens(tree: FixedTree, acceptance: Sequence[float]) -> float:
-    """Expected tokens per pass of a tree, the target's own token included; `acceptance`: rates by rank."""
-    total = 1.0
-    for path in tree.choices:
-        product = 1.0
-        for rank in path:
-            product *= acceptance[rank]
-        total += product
-    return total

@@ -7,7 +7,7 @@ from foretell.speculator.formats.base import ExportFormat, Verifier
 from foretell.speculator.network.base import Speculator
 from foretell.utils.names import unknown
 from foretell.utils.paths import require_empty
-from foretell.utils.unfinished import part_of, put_in_place, remove
+from foretell.utils.unfinished import whole
 
 
 def find_exports(name: str) -> tuple[ExportFormat, ...]:
@@ -38,11 +38,6 @@ def export(network: Speculator, verifier: Verifier, format_name: str, out: Path)
             f"is of kind {network.kind}; formats for that kind: {supported}"
         )
     require_empty(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = part_of(out)
-    try:
+    with whole(out) as part:
         part.mkdir()
         format_.write(network, verifier, part)
-        put_in_place(part, out)
-    finally:
-        remove(part)

@@ -65,11 +65,7 @@ def install_hint(kind: str, fingerprint: str) -> str:
 
 
 def _speculators(point: EntryPoint) -> Iterator[InstalledSpeculator]:
-    """The speculators of one package.
-
-    Raises:
-        ValueError: its folder, a configuration or a required key is missing.
-    """
+    """The speculators of one package."""
     folder = _package_folder(point.value)
     files = sorted(folder.glob(f"*/{CONFIG}"))
     if not files:

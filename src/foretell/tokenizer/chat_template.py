@@ -285,11 +285,7 @@ def _bytes(value: Any) -> int:
 
 
 def _checked_arguments(owner: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a call of a method of a built-in type.
-
-    Raises:
-        TemplateLimitError: the result may be too large, or the method is not allowed.
-    """
+    """The arguments of a call of a method of a built-in type."""
     budget = _BUDGET.get()
     if name == "replace" and len(args) >= 2:
         _check_replace(owner, args[0], args[1])

@@ -229,11 +229,7 @@ class TextCodec:
 
 
 def _checked_text(text: str) -> str:
-    """The text unchanged.
-
-    Raises:
-        ValueError: it contains a lone surrogate.
-    """
+    """The text unchanged."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -276,11 +272,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _with_mark(messages: Sequence[Message]) -> list[Message]:
-    """The messages with a mark at the end of the last one's text.
-
-    Raises:
-        ValueError: it has no text.
-    """
+    """The messages with a mark at the end of the last one's text."""
     last = dict(messages[-1]) if messages else {}
     content = last.get("content")
     if isinstance(content, list | tuple):
@@ -295,11 +287,7 @@ def _with_mark(messages: Sequence[Message]) -> list[Message]:
 
 
 def _up_to_mark(text: str) -> str:
-    """The text of a conversation up to the mark in its last message.
-
-    Raises:
-        ValueError: the template leaves it out.
-    """
+    """The text of a conversation up to the mark in its last message."""
     end = text.rfind(_END_MARK.strip())
     if end < 0:
         raise ValueError("the last message cannot be continued: the chat template changes its text")

@@ -83,11 +83,7 @@ def _read_tokenizer(file: Path) -> Tokenizer:
 
 
 def _named_token(path: Path, key: str, value: Any) -> AddedToken | None:
-    """The special token that this key of the configuration names; None: it names none.
-
-    Raises:
-        ValueError: it is no text.
-    """
+    """The special token that this key of the configuration names; None: it names none."""
     if not key.endswith("_token") or value is None or isinstance(value, bool):
         return None
     content = value.get("content") if isinstance(value, dict) else value
@@ -107,11 +103,7 @@ def _added(value: Any, **flags: bool) -> AddedToken:
 
 
 def _add_tokens(tokenizer: Tokenizer, path: Path, config: Mapping[str, Any], named: Mapping[str, AddedToken]) -> None:
-    """Add the tokens that other files name and the tokenizer does not have.
-
-    Raises:
-        ValueError: a token gets another number than its file says.
-    """
+    """Add the tokens that other files name and the tokenizer does not have."""
     extra = config.get("extra_special_tokens", config.get("additional_special_tokens")) or ()
     special = [
         *named.values(),
@@ -130,11 +122,7 @@ def _add_tokens(tokenizer: Tokenizer, path: Path, config: Mapping[str, Any], nam
 
 
 def _numbered_tokens(path: Path, config: Mapping[str, Any], special: set[str]) -> Iterator[tuple[int, AddedToken]]:
-    """Numbers and tokens of `added_tokens_decoder`, or, in older directories, of `added_tokens.json`.
-
-    Raises:
-        ValueError: they are damaged.
-    """
+    """Numbers and tokens of `added_tokens_decoder`, or, in older directories, of `added_tokens.json`."""
     source = path / _CONFIG if "added_tokens_decoder" in config else path / "added_tokens.json"
     try:
         if "added_tokens_decoder" in config:
@@ -158,11 +146,7 @@ def _add_ends(tokenizer: Tokenizer, config: Mapping[str, Any], bos: str | None, 
 
 
 def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name, `default` the usual one: those of files, or else those of the configuration.
-
-    Raises:
-        ValueError: one is no text.
-    """
+    """Chat templates by name, `default` the usual one: those of files, or else those of the configuration."""
     files = {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
     if (path / "chat_template.jinja").is_file():
         files["default"] = path / "chat_template.jinja"

@@ -59,11 +59,7 @@ def check_tokenizer(meta: Mapping[str, Any], pre: str | None = None) -> PreToken
 
 
 def _rule(meta: Mapping[str, Any], pre: str | None) -> PreTokenizer | None:
-    """The pre-tokenizer of a BPE; None: another kind of tokenizer has none.
-
-    Raises:
-        ValueError: it is not known, or one was named for a tokenizer that has none.
-    """
+    """The pre-tokenizer of a BPE; None: another kind of tokenizer has none."""
     if meta[PREFIX + "model"] in ("llama", "t5"):
         if pre is not None:
             raise ValueError(

@@ -15,12 +15,14 @@ def require_empty(out: Path, besides: str = "") -> None:
         raise ValueError(f"{out}: there is something already; name a directory that is new or empty with --out")
 
 
-def require_file_place(out: Path) -> None:
-    """Refuse a path that no file can be written to, before the work whose result it shall hold.
+def require_file_place(out: Path | None) -> None:
+    """Refuse a path that no file can be written to, before the work whose result it shall hold; None: nothing is.
 
     Raises:
         ValueError: it is a directory, or that of the file is missing or may not be written to.
     """
+    if out is None:
+        return
     if out.is_dir():
         raise ValueError(f"{out}: a directory is where a file is to be written; name a file")
     if not out.parent.is_dir():
@@ -28,12 +30,14 @@ def require_file_place(out: Path) -> None:
     _require_permission(out if out.exists() else out.parent)
 
 
-def require_folder_place(out: Path) -> None:
-    """Refuse a path that no folder can be made at, before the work whose results it shall hold.
+def require_folder_place(out: Path | None) -> None:
+    """Refuse a path that no folder can be made at, before the work whose results it shall hold; None: nothing is.
 
     Raises:
         ValueError: it, or a part of its path, is a file, or it may not be written to.
     """
+    if out is None:
+        return
     place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not place.is_dir():
         raise ValueError(f"{place}: a file is where a folder is to be written; name another one")

@@ -9,7 +9,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -55,6 +56,20 @@ def part_of(out: Path) -> Path:
     return _hidden(out, "part")
 
 
+@contextmanager
+def whole(out: Path) -> Iterator[Path]:
+    """A hidden name to write a file or a folder under, which then takes the place of `out` in one step; after an error
+    nothing of it is left. Folders above `out` are made.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = part_of(out)
+    try:
+        yield part
+        put_in_place(part, out)
+    finally:
+        remove(part)
+
+
 def _hidden(out: Path, kind: str) -> Path:
     return out.with_name(f".{out.name}.{os.getpid()}.{kind}{out.suffix}")
 
@@ -87,11 +102,7 @@ def remove(path: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange the names of two files or folders in one step; False: the system or its file system cannot.
-
-    Raises:
-        OSError: they cannot be renamed.
-    """
+    """Exchange the names of two files or folders in one step; False: the system or its file system cannot."""
     call = _exchange_call()
     if call is None:
         return False

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -15,6 +15,12 @@ PREDICATE = "predicate"
 """Type of an error of pydantic whose message goes on after the name of the key: "must be at least 0, found -1"."""
 MAX_INTEGER = 2**31 - 1
 """Largest integer of a configuration: sizes, counts and token ids of models are smaller."""
+
+
+class FrozenModel(BaseModel):
+    """Immutable data; unknown keys are an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 def parse_json(text: str | bytes, source: str = "", remedy: str = "") -> Any:

@@ -153,7 +153,7 @@ def test_progress_is_told_from_the_start_to_the_end() -> None:
 
 
 def test_progress_is_printed_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretell.lab.cli.assess._LINE_INTERVAL", 0.0)
+    monkeypatch.setattr("foretell.cli.progress.PROGRESS_INTERVAL", 0.0)
     result = run_foretell("assess", tiny_target(), *SMALL)
     assert "reading texts: 0% of the assessment done" in result.stderr and "writing answers: " in result.stderr
     assert "Knowledge probes" in result.stdout

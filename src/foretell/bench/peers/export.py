@@ -11,7 +11,7 @@ from foretell.load import open_checkpoint
 from foretell.model.load.build import build_decoder
 from foretell.model.load.reference import resolve_reference
 from foretell.speculator.hf_writer import write_hf
-from foretell.utils.unfinished import part_of, put_in_place, remove
+from foretell.utils.unfinished import whole
 
 PRECISIONS = ("bf16", "q8_0", "q4_0")
 """Formats of the matrices. With q4_0 the embedding and the head are q8_0, as in llama.cpp's own small models."""
@@ -68,13 +68,8 @@ def name_of(source: Path) -> str:
 def _made_once(path: Path, write: Callable[[Path], None]) -> Path:
     """This file or directory, written where it is not there."""
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = part_of(path)
-        try:
+        with whole(path) as part:
             write(part)
-            put_in_place(part, path)
-        finally:
-            remove(part)
     return path
 
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-import typer
-
+from foretell.cli import options
 from foretell.cli.bench.peers import install
 from foretell.cli.bench.recording import record_, replay_
 from foretell.cli.bench.results import compare_, report_, schema
@@ -14,28 +13,14 @@ from foretell.cli.bench.step import step
 from foretell.cli.commands import add_group_commands
 from foretell.cli.errors import ErrorReportingGroup
 
-app = typer.Typer(
-    cls=ErrorReportingGroup,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Measure methods against plain decoding and against other runtimes, in one interleaved run.",
+app = options.group(
+    "Measure methods against plain decoding and against other runtimes, in one interleaved run.", ErrorReportingGroup
 )
-
-
-@app.callback()
-def bench() -> None:
-    """Measure methods against plain decoding and against other runtimes, in one interleaved run."""
-
-
 _COMMANDS: Mapping[str, Callable[..., None]] = {
     "step": step, "run": run, "record": record_, "replay": replay_, "serve": serve_, "soak": soak,
     "compare": compare_, "schema": schema, "report": report_,
 }  # fmt: skip
-_peers = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, help="Runtimes that bench run compares with."
-)
-_peers.callback()(lambda: None)
+_peers = options.group("Runtimes that bench run compares with.")
 _peers.command("install")(install)
 app.add_typer(_peers, name="peers")
 for _name, _command in _COMMANDS.items():

@@ -87,10 +87,8 @@ def replay_(
 
     Greedy decoding with lossless methods; times are meaningless, but those that --pass-times gives.
     """
-    if out is not None:
-        require_folder_place(out)
-    if pin is not None:
-        require_file_place(pin)
+    require_folder_place(out)
+    require_file_place(pin)
     settings, questions = load_recording(source)
     pinned = None if check is None else Baseline.read(check)
     names = (

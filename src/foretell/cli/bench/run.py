@@ -38,7 +38,8 @@ from foretell.cli.given import is_given, refuse_unused
 from foretell.cli.options import split_commas
 from foretell.cli.progress import progress_bar
 from foretell.cli.setup import set_threads, spinner
-from foretell.load import TargetOptions, resolve_dtype
+from foretell.core.target_options import TargetOptions
+from foretell.load import resolve_dtype
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.utils.store import RunStore
 

@@ -34,7 +34,7 @@ def serve_(
     repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Repetitions.")] = 3,
     fields: Annotated[
         list[str] | None,
-        typer.Option("--fields", metavar="NAME=JSON", help="Further fields of a server's requests; repeatable."),
+        typer.Option(metavar="NAME=JSON", help="Further fields of a server's requests; repeatable."),
     ] = None,
     identity: Annotated[
         bool,
@@ -77,8 +77,7 @@ def serve_(
         if not isinstance(parse_json(text, "--fields"), dict):
             raise ValueError(f"--fields: a JSON object was expected, found {text!r}")
     named = with_own_salts([replace(s, fields=extra.get(s.name, "{}")) for s in named])
-    if json_file is not None:
-        require_file_place(json_file)
+    require_file_place(json_file)
     selected = load_selected_questions(questions, per_category, "")[1]
     workload = Workload(tuple(q.turns[0] for q in selected.questions), max_new_tokens)
 
@@ -110,8 +109,7 @@ def _check_identity(
     servers: Sequence[Server], workload: Workload, concurrencies: Sequence[int], options: _IdentityOptions
 ) -> None:
     """Print the shares of equal answers, and end with status 1 if one of the first server differs."""
-    if options.save is not None:
-        require_file_place(options.save)
+    require_file_place(options.save)
     requests = identity_requests(workload.prompts, options.requests)
     most = workload.max_tokens
 

@@ -42,8 +42,7 @@ def soak(
 
         foretell bench soak http://127.0.0.1:8000 --minutes 120
     """
-    if output is not None:
-        require_file_place(output)
+    require_file_place(output)
     key = api_key or os.environ.get(API_KEY_VARIABLE, "").partition(",")[0]
     plan = SoakPlan(60 * minutes, clients, max_growth=max_growth)
 

@@ -6,8 +6,6 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from foretell.api import Model
 from foretell.bench import step as step_bench
@@ -21,7 +19,7 @@ from foretell.bench.random_model import random_models
 from foretell.cli.bench.inputs import Device, Folder, ModelName, Threads, check_peer_device, parse_counts
 from foretell.cli.given import refuse_unused
 from foretell.cli.options import split_commas
-from foretell.cli.setup import freeze_garbage_collector, load_model, set_threads
+from foretell.cli.setup import freeze_garbage_collector, load_model, set_threads, spinner
 from foretell.model.load.native import finish_writing
 from foretell.model.load.network import parse_device
 from foretell.model.load.reference import DEFAULT_MODEL
@@ -44,7 +42,7 @@ def step(
         str,
         typer.Option(
             help="With --shape: write random weights of this type (bf16, Q8_0, Q4_0, Q4_1 or Q4_K) to a GGUF file "
-            "once, and load it.",
+            "once, and load it."
         ),
     ] = "",
     dtype: Annotated[
@@ -70,8 +68,7 @@ def step(
     refuse_unused(ctx, ("rows",), "--no-engine times single passes only", not engine)
     reads_files = weights or "llama.cpp" in peers
     refuse_unused(ctx, ("gguf_cache",), "neither --weights nor --peers llama.cpp needs GGUF files", not reads_files)
-    if json_file is not None:
-        require_file_place(json_file)
+    require_file_place(json_file)
     count, sizes, batches = set_threads(threads), parse_counts(tokens, "--tokens"), parse_counts(rows, "--rows")
     peer_names = split_commas(peers)
     check_peer_device(peer_names, device)
@@ -94,13 +91,7 @@ def step(
     backends = step_bench.own_backends(models) + registry.load_forward_backends(peer_names, peer_settings)
     prefix = _prefix_tokens(models[0], context, random=shape is not None)
     bandwidth = measure_bandwidth(torch_device)
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("warming up")
-
-        def progress(description: str) -> None:
-            bar.update(task, description=description)
-
+    with spinner("warming up") as progress:
         passes = step_bench.time_passes(backends, prefix, sizes, repeats, progress)
         plain, lookup = step_bench.time_engines(models, prefix, batches, repeats, progress) if engine else ({}, [])
     passes, throughput = step_bench.add_bytes(passes, models, context), step_bench.median_throughput(plain)

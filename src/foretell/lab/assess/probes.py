@@ -8,22 +8,20 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from foretell.api import Model
 from foretell.lab.assess.choices import Choice, score_choices
 from foretell.lab.assess.confidence import calibration_error, reliability
 from foretell.lab.assess.noise import NOISES, mention
-from foretell.utils.validation import validate_json
+from foretell.utils.validation import FrozenModel, validate_json
 
 CLEAN, PARAPHRASE, DISTRACTOR = "as written", "in other words", "wrong candidate before"
 """Conditions beside the kinds of noise."""
 
 
-class Probe(BaseModel):
+class Probe(FrozenModel):
     """A line of a file of probes: two prompts or more with one answer. The answer follows a prompt after a space."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
     relation: str

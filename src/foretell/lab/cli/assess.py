@@ -1,27 +1,23 @@
 """`foretell assess`: what changed in a compressed model, and how far a model can be trusted."""
 
 import json
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from foretell.cli import options
 from foretell.cli.given import is_given, refuse_unused
+from foretell.cli.progress import progress
+from foretell.core.target_options import PLAIN_TARGET
 from foretell.utils.assignments import split_assignment
 from foretell.utils.paths import require_folder_place
 
 app = typer.Typer(pretty_exceptions_enable=False)
-_LINE_INTERVAL = 10.0
-"""Seconds between lines of progress."""
 
 
 @app.command()
+@options.with_settings(PLAIN_TARGET, "target", ("kv_cache_dtype", "kv_cache_policy", "sparsity"))
 def assess(
     ctx: typer.Context,
     model: options.SourceModel = options.DEFAULT_MODEL,
@@ -30,9 +26,7 @@ def assess(
         typer.Option(metavar="MODEL", help="The model to compare with; the same one in its exact numbers, or another."),
     ] = None,
     dtype: options.Dtype = "auto",
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    kv_cache_policy: options.KvCachePolicy = None,
-    sparsity: options.Sparsity = None,
+    target: options.Target = options.NO_TARGET,
     against_dtype: Annotated[str, typer.Option(metavar="NAME", help="Dtype of --against.")] = "float32",
     text: Annotated[
         list[Path] | None,
@@ -46,8 +40,7 @@ def assess(
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick",
-            help="About 40 % of the work: less text, every third probe, fewer answers; wider intervals.",
+            "--quick", help="About 40 % of the work: less text, every third probe, fewer answers; wider intervals."
         ),
     ] = False,
     length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of a sequence of text.")] = 512,
@@ -85,20 +78,21 @@ def assess(
     refuse_unused(ctx, ("against_dtype",), "no --against names a model to compare with", against is None)
     budgets = _budgets(budget)
     check_budgets(budgets, against is not None)
-    if out is not None:
-        require_folder_place(out)
+    require_folder_place(out)
     asked = read_probes(probes)
     settings = AssessSettings(
         length=length, tokens=tokens, answers=answers, max_new_tokens=max_new_tokens, recall_facts=recall_facts,
-        seed=seed, decoded=kv_cache_policy is not None,
+        seed=seed, decoded=target["kv_cache_policy"] is not None,
     )  # fmt: skip
     if quick:
         settings = settings.quick(tokens=not is_given(ctx, "tokens"), answers=not is_given(ctx, "answers"))
         asked = asked if probes is not None else asked[::3]
-    with _progress_bar(f"loading {model}") as update:
-        subject = load(
-            model, dtype, device, kv_cache_dtype=kv_cache_dtype, kv_cache_policy=kv_cache_policy, sparsity=sparsity
-        )
+    with progress(f"loading {model}") as show:
+
+        def update(what: str, share: float) -> None:
+            show(share, f"{what}: {share:.0%} of the assessment done")
+
+        subject = load(model, dtype, device, **target)
         other = None if against is None else load(against, against_dtype, device)
         assessment = run(subject, other, text or [], asked, settings, update)
     broken = broken_budgets(assessment.measures(), budgets)
@@ -109,39 +103,16 @@ def assess(
         print_sections(sections(assessment))
     if out is not None:
         source = ", ".join(map(str, text)) if text else "the texts of the package"
-        conditions = f"{source}; {len(asked)} probes; KV cache {kv_cache_dtype}, policy {kv_cache_policy or 'none'}, "
-        conditions += f"sparsity {sparsity or 'none'}."
+        conditions = f"{source}; {len(asked)} probes; KV cache {target['kv_cache_dtype']}, "
+        conditions += f"policy {target['kv_cache_policy'] or 'none'}, sparsity {target['sparsity'] or 'none'}."
         for path in write_assessment(out, assessment, conditions):
             typer.echo(str(path), err=True)
     if broken:
         raise ValueError("; ".join(broken))
 
 
-@contextmanager
-def _progress_bar(first: str) -> Iterator[Callable[[str, float], None]]:
-    """A bar on standard error, or lines in regular intervals for logs; takes what is done and the share of all work."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    last_line = time.monotonic()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(first, total=1.0)
-
-        def update(what: str, share: float) -> None:
-            nonlocal last_line
-            progress.update(task, description=what, completed=share)
-            if not console.is_terminal and time.monotonic() - last_line >= _LINE_INTERVAL:
-                last_line = time.monotonic()
-                console.print(f"{what}: {share:.0%} of the assessment done", highlight=False, soft_wrap=True)
-
-        yield update
-
-
 def _budgets(text: str) -> dict[str, float]:
-    """Most values by measure.
-
-    Raises:
-        ValueError: a part is no assignment of a number.
-    """
+    """Most values by measure."""
     budgets = {}
     for part in options.split_commas(text):
         name, value = split_assignment(part, "--budget", "kl=0.02")

@@ -21,8 +21,8 @@ from foretell.lab.quantize.calibration import CalibrationText
 from foretell.lab.sparsify.profile import count_choices, shares_of_most_frequent, write_profile
 from foretell.load import load
 from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.kernels.linear import float_precision
 from foretell.model.kernels.neuron_file import record_bytes
-from foretell.model.kernels.rows import floats
 from foretell.model.load.network import choose_precision, parse_device
 from foretell.model.load.placed import check_placeable
 from foretell.model.offload.block_store import OffloadedDecoder
@@ -87,7 +87,7 @@ def placement(
         )  # fmt: skip
         status.update("writing the neurons")
         file = PlacementFile(
-            layers=config.layers, neurons=config.ffn, hidden=config.hidden, floats=floats(precision),
+            layers=config.layers, neurons=config.ffn, hidden=config.hidden, floats=float_precision(precision),
             tokens=calibration_text.calibration.numel(), text=calibration_text.origin,
             thresholds=sparse.file.thresholds, least_neurons=least_neurons,
         )  # fmt: skip

@@ -20,20 +20,11 @@ from foretell.train.data.dataset import Dataset
 from foretell.train.loop.job import check_tokenizer
 from foretell.utils.validation import validate
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Decode and measure masked diffusion language models.",
-    pretty_exceptions_enable=False,
-)
+app = options.group("Decode and measure masked diffusion language models.")
 
-Model = Annotated[str, typer.Option("--model", metavar="REF", help="Directory or hub id of a masked diffusion model.")]
+Model = Annotated[str, typer.Option(metavar="REF", help="Directory or hub id of a masked diffusion model.")]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32 or bfloat16.")]
 Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")]
-
-
-@app.callback()
-def main() -> None:
-    """Decode and measure masked diffusion language models."""
 
 
 @app.command("generate")

@@ -9,6 +9,7 @@ import typer
 
 from foretell.cli import options
 from foretell.cli.given import refuse_unused
+from foretell.core.target_options import PLAIN_TARGET
 
 if TYPE_CHECKING:
     import torch
@@ -19,15 +20,14 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 
 @app.command()
+@options.with_settings(PLAIN_TARGET, "target", ("kv_cache_dtype", "kv_cache_policy", "sparsity"))
 def evaluate(
     ctx: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
     dtype: Annotated[
         str, typer.Option(metavar="NAMES", help="Dtypes to compare, with commas between; see `generate`.")
     ] = "auto",
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    kv_cache_policy: options.KvCachePolicy = None,
-    sparsity: options.Sparsity = None,
+    target: options.Target = options.NO_TARGET,
     start: Annotated[
         int | None,
         typer.Option(
@@ -65,7 +65,7 @@ def evaluate(
     from foretell.load import load
     from foretell.verify.precision import compare_precision
 
-    refuse_unused(ctx, ("start",), "it is read with --kv-cache-policy only", kv_cache_policy is None)
+    refuse_unused(ctx, ("start",), "it is read with --kv-cache-policy only", target["kv_cache_policy"] is None)
     refuse_unused(ctx, ("seed",), "--text names the text", bool(text))
     with spinner(f"loading {model}"):
         exact = load(model, against, device)
@@ -73,20 +73,16 @@ def evaluate(
     reports = []
     for name in options.split_commas(dtype):
         with spinner(f"comparing {name} on {sequences.numel():,} tokens"):
-            other = load(
-                model, name, device, kv_cache_dtype=kv_cache_dtype, kv_cache_policy=kv_cache_policy, sparsity=sparsity
-            )
-            first = None if kv_cache_policy is None else sequences.shape[1] // 2 if start is None else start
+            other = load(model, name, device, **target)
+            first = None if target["kv_cache_policy"] is None else sequences.shape[1] // 2 if start is None else start
             compared = compare_precision(exact, other, sequences, first)
         label = {"dtype": other.precision, "backend": str(other.runner().backend), "against": exact.precision}
-        cache = {"kv_cache_dtype": kv_cache_dtype, "kv_cache_policy": kv_cache_policy}
-        chosen = {"sparsity": None if sparsity is None else str(sparsity)}
-        reports.append(label | cache | chosen | asdict(compared))
+        reports.append({**label, **target, **asdict(compared)})
         if not as_json:
             typer.echo("{dtype} ({backend}) beside {against}".format(**label), nl=False)
             typer.echo(f", {compared.tokens:,} positions of {origin}:\n{format_comparison(compared)}")
     if as_json:
-        typer.echo(json.dumps(reports, indent=1))
+        typer.echo(json.dumps(reports, indent=1, default=str))
 
 
 def _sequences(model: "Model", files: list[Path], tokens: int, length: int, seed: int) -> tuple["torch.Tensor", str]:

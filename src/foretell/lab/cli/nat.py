@@ -30,11 +30,7 @@ from foretell.train.loop.curve import StepMetrics
 from foretell.utils.paths import require_file_place
 from foretell.utils.validation import validate
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Train and run sequence-to-sequence models that do not decode from left to right.",
-    pretty_exceptions_enable=False,
-)
+app = options.group("Train and run sequence-to-sequence models that do not decode from left to right.")
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of `foretell nat train`.")]
 Drafter = Annotated[
@@ -47,11 +43,6 @@ Teacher = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Autoregressive model that chooses among --fertility-samples.")
 ]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of random numbers.")]
-
-
-@app.callback()
-def main() -> None:
-    """Train and run sequence-to-sequence models that do not decode from left to right."""
 
 
 @app.command()

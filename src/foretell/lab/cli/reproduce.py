@@ -120,11 +120,7 @@ def reproduce(
 
 
 def _writable(folder: Path, least: int) -> Path:
-    """A folder with room for a report.
-
-    Raises:
-        ValueError: it cannot be written, is a file, holds a page that is no report, or has no room.
-    """
+    """A folder with room for a report."""
     from foretell.lab.reproduce.reproduce import RESULTS
 
     try:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from foretell.api import Model
 from foretell.cli.interrupt import Interrupt
-from foretell.cli.train import LogCallback
+from foretell.cli.train import TrainingProgress
 from foretell.lab.reproduce import Preparation, PreparationSettings
 from foretell.train.data.dataset import Dataset
 from foretell.train.loop.accelerator import create_accelerator
@@ -49,7 +49,7 @@ def create_preparation(model: Model, folder: Path, data: Path | None, steps: int
         steps=steps,
         command=shlex.join(["foretell", *sys.argv[1:]]),
         stoppable=Interrupt,
-        callback=lambda: LogCallback(console),
+        callback=lambda: TrainingProgress(console, bar=False),
         report=console.print,
     )
     return Preparation(model, folder / _FOLDER, data, settings)

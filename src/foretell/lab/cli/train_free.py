@@ -14,15 +14,13 @@ from foretell.cli.given import refuse_unused
 from foretell.cli.setup import load_model
 from foretell.lab.cli.quantize import Force, check_output, format_comparison
 from foretell.lab.compress.checkpoint import tensors_of, write_checkpoint
-from foretell.lab.quantize.evaluate import compare
 from foretell.lab.quantize.job import Source
-from foretell.load import open_checkpoint
 from foretell.model.block.decoder import Decoder
 from foretell.model.load.reference import resolve_reference
 from foretell.model.run.partial_pass import check_spans
 from foretell.train.data.dataset import Document
 from foretell.train.exits.shallow_deep import ShallowDeepSettings, shallow_quality, train_shallow_deep
-from foretell.utils.unfinished import part_of, put_in_place, remove
+from foretell.utils.unfinished import whole
 from foretell.verify.comparison import Comparison
 
 _HELD_OUT, _MOST_HELD_OUT, _COMPARED_TOKENS = 0.1, 16, 128
@@ -38,14 +36,7 @@ def free(
         int | None,
         typer.Option(metavar="N", min=1, help="The shallow model ends after so many layers. Default: a third."),
     ] = None,
-    data_folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--data",
-            metavar="SET",
-            help="Data set of `foretell data generate` with the model's answers. Default: it writes one beside DIR.",
-        ),
-    ] = None,
+    data_folder: options.AnswersSet = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of answers to write, without --data.")] = 60_000,
     settings: options.Settings = options.NO_SETTINGS,
     force: Force = False,
@@ -95,15 +86,11 @@ def free(
 
 def _write(source: Source, decoder: Decoder, out: Path) -> None:
     """Write the trained blocks with all else of the source; the checkpoint appears whole or not at all."""
-    part = part_of(out)
     config = source.config
-    try:
+    with whole(out) as part:
         write_checkpoint(
             source, config, list(range(config.layers)), lambda i: tensors_of(config, i, decoder.block(i)), part
         )
-        put_in_place(part, out)
-    finally:
-        remove(part)
 
 
 def _compare(source: Source, out: Path, held: list[Document]) -> Comparison:
@@ -112,6 +99,4 @@ def _compare(source: Source, out: Path, held: list[Document]) -> Comparison:
     if not texts:
         shortest = min(len(d.tokens) for d in held)
         texts = [d.tokens[:shortest] for d in held]
-    opened = open_checkpoint(out)
-    tokens = torch.stack([torch.from_numpy(text).long() for text in texts])
-    return compare((source.config, source.weights), (opened.config, opened.weights), tokens)
+    return source.compare_with(out, torch.stack([torch.from_numpy(text).long() for text in texts]))

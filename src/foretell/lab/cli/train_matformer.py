@@ -18,9 +18,7 @@ from foretell.lab.cli.quantize import (
     format_comparison,
 )
 from foretell.lab.cli.sparsity import open_source, read_calibration_text
-from foretell.lab.quantize.evaluate import compare
 from foretell.lab.sparsify.nested import NestedSettings, write_nested
-from foretell.load import open_checkpoint
 
 _DEFAULTS = NestedSettings()
 
@@ -56,8 +54,7 @@ def matformer(
             source, calibration_text.calibration, asked, out,
             lambda done: status.update(f"{done} of {source.config.layers} blocks"),
         )  # fmt: skip
-    opened = open_checkpoint(out)
-    compared = compare((source.config, source.weights), (opened.config, opened.weights), calibration_text.held_back)
+    compared = source.compare_with(out, calibration_text.held_back)
     trained = f", {asked.steps} steps per layer" if asked.steps else ""
     typer.echo(
         f"{out}: {size} of {source.config.ffn} neurons per layer, ordered{trained}; compared with the source on "

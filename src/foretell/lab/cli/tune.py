@@ -14,14 +14,7 @@ from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.model.run.skip import SkipTrial, kept_weight_share
 from foretell.utils.paths import require_file_place
 
-app = typer.Typer(
-    no_args_is_help=True, help="Search for settings of a method on your prompts.", pretty_exceptions_enable=False
-)
-
-
-@app.callback()
-def main() -> None:
-    """Search for settings of a method on your prompts."""
+app = options.group("Search for settings of a method on your prompts.")
 
 
 @app.command()

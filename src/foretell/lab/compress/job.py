@@ -39,16 +39,14 @@ from foretell.lab.compress.sparsity import Pattern, Sparsity
 from foretell.lab.compress.unfinished import UnfinishedResult, text_digest
 from foretell.lab.quantize.base import Role, linears, set_matrix
 from foretell.lab.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
-from foretell.lab.quantize.evaluate import compare
 from foretell.lab.quantize.job import Source
 from foretell.lab.quantize.layout import EMBEDDING, shapes_of
-from foretell.load import open_checkpoint
 from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.pack import TWO_OF_FOUR_INPUTS
 from foretell.model.load.build import build_block
 from foretell.utils.names import unknown
-from foretell.utils.unfinished import part_of, put_in_place, remove
+from foretell.utils.unfinished import whole
 
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")
@@ -203,11 +201,8 @@ def compress_model(
     except ValueError:
         work.remove()
         raise
-    part = part_of(out)
-    try:
+    with whole(out) as part:
         write_checkpoint(source, output_config(source, chosen, kept), kept, changed, part)
-        opened = open_checkpoint(part)
-        compared = compare((source.config, source.weights), (opened.config, opened.weights), text.held_back)
         card = Card(
             method=chosen.method,
             amount=chosen.amount,
@@ -220,14 +215,11 @@ def compress_model(
             calibration_tokens=text.calibration.numel(),
             calibration_sha256=text_digest(text),
             comparison_text=text.origin,
-            comparison=compared,
+            comparison=source.compare_with(part, text.held_back),
         )
         write_card(part, card)
-        put_in_place(part, out)
-        work.remove()
-        return card
-    finally:
-        remove(part)
+    work.remove()
+    return card
 
 
 def _reduce(

@@ -8,17 +8,16 @@ from typing import Annotated, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from foretell.lab.diffusion.reveal import choose_to_reveal, choose_tokens, split_evenly
 from foretell.model.diffusion.predictor import MaskPredictor
 from foretell.utils.options import Option
+from foretell.utils.validation import FrozenModel
 
 
-class DiffusionSettings(BaseModel):
+class DiffusionSettings(FrozenModel):
     """How an answer is revealed; lengths in tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_new_tokens: Annotated[int, Option("Tokens of the answer at most.", "N")] = Field(128, ge=1)
     """Before it is cut at its first end token."""

@@ -11,10 +11,11 @@ from foretell.api import Model
 from foretell.bench.competitor import Conversation, GenerationSettings, MethodCompetitor, load_drafts
 from foretell.bench.metrics import mean_fidelity_loss
 from foretell.bench.questions import Question
-from foretell.bench.schema import FrozenModel, MeanFidelityLoss, QuestionResult
+from foretell.bench.schema import MeanFidelityLoss, QuestionResult
 from foretell.bench.step import pass_bytes
 from foretell.lab.frontier.variants import Variant
 from foretell.model.cache.policy import parse_target_policy
+from foretell.utils.validation import FrozenModel
 from foretell.verify.comparison import compare_logits
 from foretell.verify.precision import read_sequence
 

@@ -18,13 +18,14 @@ from foretell.bench.measured_method import measured_method
 from foretell.bench.metrics import compute_metrics, question_metrics, speed_ratio, tokens_per_second
 from foretell.bench.questions import Question
 from foretell.bench.run import BenchRun
-from foretell.bench.schema import BenchSettings, FrozenModel, QuestionMetrics, QuestionResult
+from foretell.bench.schema import BenchSettings, QuestionMetrics, QuestionResult
 from foretell.lab.frontier.divergence import VariantDivergence, bytes_gain, divergence_of_method, divergence_of_model
 from foretell.lab.frontier.predict import DTYPE_FORMATS, Predictor
 from foretell.lab.frontier.variants import ModelOptions, Variant
 from foretell.load import load
 from foretell.roofline.hardware import Hardware
 from foretell.utils.store import RunStore
+from foretell.utils.validation import FrozenModel
 
 ANSWERS, DIVERGENCES = "answers", "prices"
 """Folders of a run below its own."""
@@ -152,11 +153,7 @@ def _informed(
 
 
 def _leave_out_failed(frontier: Frontier, results: Mapping[str, Sequence[QuestionResult]]) -> None:
-    """Move the variants that answered no question, or with one token at most, to the unavailable ones.
-
-    Raises:
-        ValueError: the exact model answered none.
-    """
+    """Move the variants that answered no question, or with one token at most, to the unavailable ones."""
     errors = {name: next(iter(r.error for r in answered if r.repeat == 0), None) for name, answered in results.items()}
     failed = {name for name, answered in results.items() if all(r.error is not None for r in answered)}
     short = {

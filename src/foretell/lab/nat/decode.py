@@ -7,19 +7,18 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from foretell.lab.nat.network import Kind, Memory, NatModel, causal_mask, padding_mask
 from foretell.lab.nat.objective import autoregressive_inputs, copied_sources
 from foretell.lab.nat.pairs import BEGIN, END, MASK, PAD, UNKNOWN, pad
 from foretell.train.objective.masking import lowest
 from foretell.utils.options import Option
+from foretell.utils.validation import FrozenModel
 
 
-class DecodeOptions(BaseModel):
+class DecodeOptions(FrozenModel):
     """How a model decodes; each option is for the kinds that it names, and the others do not read it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     iterations: Annotated[int | None, Option("Passes of cmlm, glat and sundae. Default: 4, 1 and 8.", "K")] = Field(
         None, ge=1

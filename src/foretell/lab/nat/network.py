@@ -7,19 +7,18 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import nn
 
 from foretell.lab.nat.pairs import PAD, Vocabulary
+from foretell.utils.validation import FrozenModel
 
 Kind = Literal["autoregressive", "cmlm", "glat", "fertility", "sundae"]
 KeyValue = tuple[Float[torch.Tensor, "b h s e"], Float[torch.Tensor, "b h s e"]]
 
 
-class NatConfig(BaseModel):
+class NatConfig(FrozenModel):
     """Configuration of a model, stored as `config.json`; lengths in tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Kind
     source_words: tuple[str, ...]

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from foretell.lab.nat.align import fertilities
 from foretell.lab.nat.checkpoint import load_model, require_autoregressive, require_same_words, save_model
@@ -20,7 +20,7 @@ from foretell.train.loop.checkpoint import CheckpointState, CheckpointStore
 from foretell.train.loop.curve import StepMetrics, write_curve
 from foretell.train.loop.model_card import CARD
 from foretell.utils.options import Option
-from foretell.utils.validation import validate
+from foretell.utils.validation import FrozenModel, validate
 
 _SEED_FACTOR = 1_000_003
 """Distance between the seeds of two trainings: more than a training has steps."""
@@ -28,10 +28,8 @@ _MIN_LR_FACTOR = 0.02
 _CARD_WIDTH = 100
 
 
-class NatSettings(BaseModel):
+class NatSettings(FrozenModel):
     """Settings of a training."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Kind
     data: str

@@ -114,11 +114,7 @@ def gguf_architecture(config: ModelConfig) -> str:
 
 
 def _require_known(source: GGUF, expected: Mapping[str, Any]) -> None:
-    """Refuse a file with a tensor that would not be written.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Refuse a file with a tensor that would not be written."""
     unknown = next((n for n in source.tensors if n not in expected and n != _FREQUENCIES), None)
     if unknown is not None:
         raise ValueError(f"{source.path}: the tensor {unknown} is not known, and the new file would lack it")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from foretell.lab.quantize.base import InputStatistics, Quantizer, Role, linears
 from foretell.lab.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
@@ -34,7 +34,7 @@ from foretell.model.load.gguf import GGUF
 from foretell.model.load.weights import Weights
 from foretell.tokenizer.codec import TextCodec
 from foretell.utils.names import unknown
-from foretell.utils.unfinished import part_of, put_in_place, remove
+from foretell.utils.unfinished import whole
 from foretell.verify.comparison import Comparison
 
 Tensor = torch.Tensor
@@ -81,6 +81,11 @@ class Source:
         config, weights, read_codec, eos = open_checkpoint(path)
         require_supported(config, name, action)
         return Source(name, path, config, weights, read_codec(), eos)
+
+    def compare_with(self, path: Path, tokens: Int[torch.Tensor, "b s"]) -> Comparison:
+        """The next-token distributions of what was made of the model beside its own."""
+        made = open_checkpoint(path)
+        return compare((self.config, self.weights), (made.config, made.weights), tokens)
 
 
 @dataclass(frozen=True)
@@ -163,8 +168,7 @@ def quantize_model(
     Raises:
         ValueError: the model cannot be written in this format.
     """
-    part = part_of(target.path)
-    try:
+    with whole(target.path) as part:
         output = _open_output(part, source, target)
         try:
             _write(source, quantizer, target, text, output, progress)
@@ -172,12 +176,7 @@ def quantize_model(
         except BaseException:
             output.abandon()
             raise
-        config, weights, _, _ = open_checkpoint(part)
-        comparison = compare((source.config, source.weights), (config, weights), text.held_back)
-        put_in_place(part, target.path)
-        return comparison
-    finally:
-        remove(part)
+        return source.compare_with(part, text.held_back)
 
 
 def _open_output(part: Path, source: Source, target: Target) -> Output:

@@ -8,8 +8,8 @@ from typing import TypeAlias
 import numpy as np
 from jaxtyping import Float
 
-from foretell.bench.schema import FrozenModel
 from foretell.engine.request import Completion
+from foretell.utils.validation import FrozenModel
 
 Samples: TypeAlias = Float[np.ndarray, " s"]
 """A quantity of every sample of prompts; the first sample is the prompts themselves."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from foretell.api import Model, named_inputs
 from foretell.bench.questions import BUILT_IN, load_questions
-from foretell.bench.schema import FileModel, FrozenModel
+from foretell.bench.schema import FileModel
 from foretell.catalogue import find
 from foretell.core.sampling import SamplingParams
 from foretell.engine.budget import Budget
@@ -22,6 +22,7 @@ from foretell.lab.reproduce.claim import Run
 from foretell.lab.reproduce.counts import Counts
 from foretell.lab.reproduce.preparation.preparation import Preparation, Prepared
 from foretell.utils.store import RunStore
+from foretell.utils.validation import FrozenModel
 
 PLAIN = "autoregressive"
 _REQUESTS = ("Summarise", "Continue")

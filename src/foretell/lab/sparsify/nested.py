@@ -20,7 +20,7 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.structures import PREFIX_UNIT
 from foretell.model.load.weights import Weights
 from foretell.utils.options import Option
-from foretell.utils.unfinished import part_of, put_in_place, remove
+from foretell.utils.unfinished import whole
 
 Tensor = torch.Tensor
 
@@ -107,10 +107,9 @@ def write_nested(
     """
     c, size = source.config, prefix_size(settings.extract, source.config.ffn)
     dtype = torch.float32 if source.weights.storage == "float32" else torch.bfloat16
-    part = part_of(out)
     folder = source.path if source.path.is_dir() else None
     further = {"intermediate_size": size, "torch_dtype": str(dtype).removeprefix("torch.")}
-    try:
+    with whole(out) as part:
         directory = CheckpointDirectory(part, replace(c, ffn=size), dtype, folder, source.codec, further)
         directory.add(EMBEDDING, source.weights.require(EMBEDDING, c.vocab, c.hidden))
         for name, tensor in _blocks(source, tokens, settings, size, progress):
@@ -120,9 +119,6 @@ def write_nested(
         if head is not None:
             directory.add(HEAD, head)
         directory.finish()
-        put_in_place(part, out)
-    finally:
-        remove(part)
     return size
 
 

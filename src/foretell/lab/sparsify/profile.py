@@ -10,8 +10,8 @@ from foretell.lab.sparsify.activations import block_activations
 from foretell.model.block.layer import FeedForward
 from foretell.model.block.sparsity import GateThreshold, PredictedNeurons, SparseFeedForward
 from foretell.model.config.model import ModelConfig
+from foretell.model.kernels.linear import float_precision
 from foretell.model.kernels.neuron_file import write_layer
-from foretell.model.kernels.rows import floats
 from foretell.model.kernels.structures import Precision
 from foretell.model.load.native import packable_block
 from foretell.model.load.weights import Weights
@@ -59,7 +59,7 @@ def write_profile(
         for i, order in enumerate(file_order(counts)):
             block = packable_block(config, i, weights, precision)
             assert block.mlp is not None
-            write_layer(out, block.mlp, order, floats(precision))
+            write_layer(out, block.mlp, order, float_precision(precision))
             weights.release_pages()
     save_counts(folder, file, counts)
 

@@ -236,68 +236,6 @@ class PassStates:
         self._drafted = indices(n.token for n in run)
         self._nodes = pairs([(plan.rows[n.place], n.node) for n in run])
 
-    def convolve(
-        self, index: int, x: Float[torch.Tensor, "t c"], weight: Float[torch.Tensor, "c w"]
-    ) -> Float[torch.Tensor, "t c"]:
-        """Causal depthwise convolution of layer `index` of the store over every token and its ancestors."""
-        store = self.store
-        before = store.inputs[index, self._rows, self._start].flatten(0, 1)
-        source = torch.cat((before, store.node_inputs[index, self._recorded[0], self._recorded[1]], x))
-        out = source[self._windows[:, 0]] * weight[:, 0]
-        for tap in range(1, self._taps):
-            out = out + source[self._windows[:, tap]] * weight[:, tap]
-        if len(self._tails) and self._taps > 1:
-            store.inputs[index, self._ahead[0], self._ahead[1]] = source[self._tails]
-        store.node_inputs[index, self._nodes[0], self._nodes[1]] = x[self._drafted]
-        return out
-
-    def recur(
-        self,
-        index: int,
-        key: Float[torch.Tensor, "t g k"],
-        value: Float[torch.Tensor, "t h v"],
-        decay: Float[torch.Tensor, "t h"],
-        query: Float[torch.Tensor, "t g k"],
-        beta: Float[torch.Tensor, "t h"] | None = None,
-    ) -> Float[torch.Tensor, "t h v"]:
-        """Every token's update of its parent's S in layer `index` of the store, and `query^T S` after it.
-
-        `S' = decay * S + key * u^T`, where `u` is the value, or with `beta` (the delta rule, Yang et al., arXiv
-        2412.06464) `beta * (value - key^T (decay * S))`.
-        """
-        store, heads = self.store, self.store.shape.heads
-        out = torch.empty_like(value)
-        update = torch.empty_like(value)
-
-        def step(state: torch.Tensor, token: Int[torch.Tensor, " n"]) -> torch.Tensor:
-            k, d, u = _spread(key[token], heads), decay[token], value[token]
-            if beta is not None:
-                u = beta[token][..., None] * (u - _read(state * d[..., None, None], k))
-            state = _advance(state, k, u, d)
-            update[token], out[token] = u, _read(state, _spread(query[token], heads))
-            return state
-
-        state = store.state[index, self._rows, self._start]
-        for token in self._chain:
-            state = torch.cat((step(state[: len(token)], token), state[len(token) :]))
-        ahead = self._ahead
-        store.state[index, ahead[0], ahead[1]] = state[: len(ahead[0])]
-        for level in self._levels:
-            count = len(level.token)
-            above = state[level.parent]
-            replayed = (part[index, level.recorded[0], level.recorded[1]] for part in self._updates)
-            k, u, d = replayed
-            state = torch.cat((step(above[:count], level.token), _advance(above[count:], _spread(k, heads), u, d)))
-        row, node = self._nodes
-        store.node_keys[index, row, node] = key[self._drafted]
-        store.node_values[index, row, node] = update[self._drafted]
-        store.node_decay[index, row, node] = decay[self._drafted]
-        return out
-
-    @property
-    def _updates(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.store.node_keys, self.store.node_values, self.store.node_decay
-
 
 @dataclass(frozen=True)
 class _Level:
@@ -318,8 +256,17 @@ class LayerStates:
     index: int
 
     def convolve(self, x: Float[torch.Tensor, "t c"], weight: Float[torch.Tensor, "c w"]) -> Float[torch.Tensor, "t c"]:
-        """See `PassStates.convolve`."""
-        return self.states.convolve(self.index, x, weight)
+        """Causal depthwise convolution over every token and its ancestors."""
+        of, store, index = self.states, self.states.store, self.index
+        before = store.inputs[index, of._rows, of._start].flatten(0, 1)
+        source = torch.cat((before, store.node_inputs[index, of._recorded[0], of._recorded[1]], x))
+        out = source[of._windows[:, 0]] * weight[:, 0]
+        for tap in range(1, of._taps):
+            out = out + source[of._windows[:, tap]] * weight[:, tap]
+        if len(of._tails) and of._taps > 1:
+            store.inputs[index, of._ahead[0], of._ahead[1]] = source[of._tails]
+        store.node_inputs[index, of._nodes[0], of._nodes[1]] = x[of._drafted]
+        return out
 
     def recur(
         self,
@@ -329,5 +276,37 @@ class LayerStates:
         query: Float[torch.Tensor, "t g k"],
         beta: Float[torch.Tensor, "t h"] | None = None,
     ) -> Float[torch.Tensor, "t h v"]:
-        """See `PassStates.recur`."""
-        return self.states.recur(self.index, key, value, decay, query, beta)
+        """Every token's update of its parent's S, and `query^T S` after it.
+
+        `S' = decay * S + key * u^T`, where `u` is the value, or with `beta` (the delta rule, Yang et al., arXiv
+        2412.06464) `beta * (value - key^T (decay * S))`.
+        """
+        of, store, index = self.states, self.states.store, self.index
+        heads = store.shape.heads
+        out = torch.empty_like(value)
+        update = torch.empty_like(value)
+
+        def step(state: torch.Tensor, token: Int[torch.Tensor, " n"]) -> torch.Tensor:
+            k, d, u = _spread(key[token], heads), decay[token], value[token]
+            if beta is not None:
+                u = beta[token][..., None] * (u - _read(state * d[..., None, None], k))
+            state = _advance(state, k, u, d)
+            update[token], out[token] = u, _read(state, _spread(query[token], heads))
+            return state
+
+        state = store.state[index, of._rows, of._start]
+        for token in of._chain:
+            state = torch.cat((step(state[: len(token)], token), state[len(token) :]))
+        ahead = of._ahead
+        store.state[index, ahead[0], ahead[1]] = state[: len(ahead[0])]
+        for level in of._levels:
+            count = len(level.token)
+            above = state[level.parent]
+            updates = store.node_keys, store.node_values, store.node_decay
+            k, u, d = (part[index, level.recorded[0], level.recorded[1]] for part in updates)
+            state = torch.cat((step(above[:count], level.token), _advance(above[count:], _spread(k, heads), u, d)))
+        row, node = of._nodes
+        store.node_keys[index, row, node] = key[of._drafted]
+        store.node_values[index, row, node] = update[of._drafted]
+        store.node_decay[index, row, node] = decay[of._drafted]
+        return out

@@ -198,9 +198,6 @@ def _announced(name: str) -> Iterator[None]:
 def _writable_folder(cache: Path) -> Path:
     """The folder that kernels are compiled into: the cache, or this user's folder among the temporary files where the
     cache cannot be written.
-
-    Raises:
-        OSError: neither can be written, or the latter belongs to another user, who could put a library there.
     """
     with contextlib.suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)

@@ -95,11 +95,7 @@ class _NativeDrafts:
         return self._kept[-1].data_ptr()
 
     def _sources(self, states: Sequence[Tensor], wanted: int, *places: int) -> "Array[c_void_p]":
-        """Pointers to the states of the recorded layers.
-
-        Raises:
-            ValueError: a tensor has the wrong dtype or shape, or there are not as many states or places.
-        """
+        """Pointers to the states of the recorded layers."""
         for state in states:
             check_tensor(state, torch.float32, "states", len(states[0]), self._stack.config.hidden)
         if len(states) != self._state_count or any(count != wanted for count in places):

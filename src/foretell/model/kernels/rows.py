@@ -9,11 +9,6 @@ from foretell.model.kernels.structures import PANEL, Precision
 from foretell.model.matrices.stored import Matrix, StoredMatrix
 
 
-def floats(precision: Precision) -> Precision:
-    """The precision of rows that are chosen: float32, or bfloat16 where the network is in fewer bits."""
-    return "float32" if precision == "float32" else "bfloat16"
-
-
 def widened(matrix: Matrix) -> Float[Tensor, "o i"]:
     """A matrix in float32."""
     return (matrix.widen() if isinstance(matrix, StoredMatrix) else matrix.detach()).float()

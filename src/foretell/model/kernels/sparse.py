@@ -20,10 +20,10 @@ from foretell.model.block.sparsity import (
 from foretell.model.block.spec import BlockWeights
 from foretell.model.kernels import structures
 from foretell.model.kernels.block_weights import PackedBlock
-from foretell.model.kernels.linear import LinearPlan, PackedLinears
+from foretell.model.kernels.linear import LinearPlan, PackedLinears, float_precision
 from foretell.model.kernels.pack import interleaved_rows, pad_bias, plan_rows
 from foretell.model.kernels.packed_file import PackedPart
-from foretell.model.kernels.rows import floats, in_huge_pages, row_tensor, widened
+from foretell.model.kernels.rows import in_huge_pages, row_tensor, widened
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import LANES, OPERANDS, PANEL, PANEL_KINDS, PREFIX_UNIT, Precision
 from foretell.model.matrices.stored import Matrix
@@ -91,7 +91,7 @@ class SparseBlocks:
 
     def __init__(self, stack: NativeStack, read_block: Callable[[int], BlockWeights] | None, unit: int = 1) -> None:
         self._stack, self._read = stack, read_block
-        self._floats = floats(stack.precision)
+        self._floats = float_precision(stack.precision)
         config = stack.config
         self.counts = NeuronCounts(torch.zeros(config.layers, 3, dtype=torch.int64), config.ffn // unit)
         self.head_counts = NeuronCounts(torch.zeros(config.layers, 3, dtype=torch.int64), config.heads)

@@ -131,9 +131,7 @@ class NativeStack:
 
     def with_blocks(self, blocks: Sequence[PackedBlock]) -> "NativeStack":
         """A stack of packed blocks with the rotary tables of this one."""
-        other = object.__new__(NativeStack)
-        other.__dict__.update(self.__dict__)
-        other._forget_derived()
+        other = self._sharing(self.layers)
         other._set_blocks(blocks)
         return other
 
@@ -202,26 +200,35 @@ class NativeStack:
             recorded = [i for i in hidden_layers if begin <= i < end]
             states = out[sum(i < begin for i in hidden_layers) :]
             given = attention_input if begin == first else None
-            part = self._model_and_cache(begin, caches)
-            invalid = self.kernels.foretell_stack(
-                part[0],
-                self.layers,
-                begin,
-                end,
-                out[-1].data_ptr(),
-                None if given is None else given.data_ptr(),
-                layout_struct,
-                part[1],
-                (c_int32 * len(recorded))(*recorded),
-                len(recorded),
-                states.data_ptr(),
-                None if route_buffer is None else route_buffer[begin - first :].data_ptr(),
-                torch.get_num_threads(),
-            )
-            self.check_result(invalid, layout, part[1])
+            route = None if route_buffer is None else route_buffer[begin - first :]
+            invalid = self._run(self.layers, begin, end, out[-1], layout_struct, caches, route, given, recorded, states)
+            self.check_result(invalid, layout, self._model_and_cache(begin, caches)[1])
         if route_buffer is not None and routes is not None:
             routes += routes_of_layers(route_buffer)
         return out.unbind()
+
+    def _run(
+        self,
+        layers: "ctypes.Array[structures.Layer]",
+        first: int,
+        last: int,
+        x: Tensor,
+        layout: structures.Layout,
+        caches: Sequence[structures.Cache],
+        routes: Tensor | None,
+        attention_input: Tensor | None = None,
+        recorded: Sequence[int] = (),
+        states: Tensor | None = None,
+    ) -> int:
+        """Run blocks of the same sizes on the residual stream, in place; the kernel's return value."""
+        model, cache = self._model_and_cache(first, caches)
+        pointers = (None if each is None else each.data_ptr() for each in (attention_input, states, routes))
+        given, recorded_to, routes_to = pointers
+        result: int = self.kernels.foretell_stack(
+            model, layers, first, last, x.data_ptr(), given, layout, cache, (c_int32 * len(recorded))(*recorded),
+            len(recorded), recorded_to, routes_to, torch.get_num_threads(),
+        )  # fmt: skip
+        return result
 
     def new_routes(self, layers: int, tokens: int) -> Tensor | None:
         """Where the kernels write the experts of the tokens of so many layers, [layers, tokens, experts], -1; None: the
@@ -361,22 +368,7 @@ class NativeStack:
         attention, mlp = (i not in skipped for skipped in self._skipped)
         layers[i].attention, layers[i].mlp = layers[i].attention and attention, layers[i].mlp and mlp
         out, routes = x.clone(), self.new_routes(1, len(x))
-        model, cache = self._model_and_cache(i, caches)
-        invalid = self.kernels.foretell_stack(
-            model,
-            layers,
-            i,
-            i + 1,
-            out.data_ptr(),
-            None,
-            layout,
-            cache,
-            None,
-            0,
-            None,
-            None if routes is None else routes.data_ptr(),
-            torch.get_num_threads(),
-        )
+        invalid = self._run(layers, i, i + 1, out, layout, caches, routes)
         self.check_readable(invalid)
         if invalid >= 0:
             raise ValueError(f"token {invalid} of the layout has no visible slot or lies outside the cache")

@@ -280,11 +280,7 @@ def _replaced(tensor: Tensor, base: Tensor) -> Tensor:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], place: Path) -> None:
-    """Refuse adapters whose update is not that of LoRA or DoRA on linear layers and embeddings.
-
-    Raises:
-        ValueError: this is one.
-    """
+    """Refuse adapters whose update is not that of LoRA or DoRA on linear layers and embeddings."""
     kind = raw.get("peft_type", "LORA")
     if kind != "LORA":
         raise ValueError(f"{place}: an adapter of the kind {kind}, and only LORA is supported; merge it with PEFT")
@@ -301,11 +297,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], place: Path) -> None:
 
 
 def _module(fields: Fields, place: Path, module: str, parts: Mapping[str, Tensor]) -> _Module:
-    """The change of a module's weight.
-
-    Raises:
-        ValueError: a part is missing, or is of another rank than the configuration says.
-    """
+    """The change of a module's weight."""
     stem = "lora_embedding_" if "lora_embedding_A" in parts or "lora_embedding_B" in parts else "lora_"
     low, high = parts.get(f"{stem}A"), parts.get(f"{stem}B")
     if low is None and high is None and set(parts) == {"weight"}:
@@ -360,11 +352,7 @@ def _find(own: str, names: Mapping[str, str], config: ModelConfig) -> str | None
 
 
 def _refuse_stacked(place: Path, names: Iterable[str], config: ModelConfig, weights: Weights) -> None:
-    """Refuse changes of single experts of a layer whose experts are one tensor.
-
-    Raises:
-        ValueError: there is such a change.
-    """
+    """Refuse changes of single experts of a layer whose experts are one tensor."""
     family = family_of(config.architecture)
     stem = family.name(family.stacked_names[0])
     for layer in {name.split(".")[2] for name in names if _EXPERT.search(name)}:

@@ -92,11 +92,7 @@ class GGUF(GGUFHeader):
         return raw
 
     def _part(self, name: str, expert: int | None) -> TensorInfo:
-        """Where a tensor is, or one expert's part of it.
-
-        Raises:
-            ValueError: the tensor has no such part.
-        """
+        """Where a tensor is, or one expert's part of it."""
         e = self.tensors[name]
         if expert is None:
             return e

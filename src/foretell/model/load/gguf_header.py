@@ -201,11 +201,7 @@ class GGUFHeader:
         return meta, {n: TensorInfo(e.shape, e.ggml_type, base + e.offset, part) for n, e in places.items()}
 
     def _check(self, path: Path, size: int, tensors: Mapping[str, TensorInfo], meta: Mapping[str, Any]) -> None:
-        """Check the places of the tensors of one of the files: one behind the other, as llama.cpp demands.
-
-        Raises:
-            ValueError: the file is damaged, or shorter than they say.
-        """
+        """Check the places of the tensors of one of the files: one behind the other, as llama.cpp demands."""
         end, align = 0, int(meta.get("general.alignment", 32))
         for name, e in sorted(tensors.items(), key=lambda item: item[1].offset):
             self._check_type(name, e)
@@ -264,11 +260,7 @@ _PART = re.compile(r"-00001-of-(\d{5})(\.gguf)", re.IGNORECASE)
 
 
 def _parts(path: Path, count: int) -> list[Path]:
-    """The files of a file that is split in `count` parts, of which `path` is the first.
-
-    Raises:
-        ValueError: one is missing, or the name does not say that it is the first.
-    """
+    """The files of a file that is split in `count` parts, of which `path` is the first."""
     if count < 2:
         return [path]
     match = _PART.search(path.name)

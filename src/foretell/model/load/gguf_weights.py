@@ -89,11 +89,7 @@ class GGUFWeights(Weights):
         """Factors of matrices, one or one for each expert, by the names of these (NVFP4)."""
 
     def _require_read(self) -> dict[str, Tensor]:
-        """Check that every tensor of the file is read; the factors of its matrices.
-
-        Raises:
-            ValueError: one is not, so the numbers would be others.
-        """
+        """Check that every tensor of the file is read; the factors of its matrices."""
         config = self._config
         outer = *_GGUF_NAMES, f"{family_of(config.architecture).final_norm}.weight"
         inner = (f"model.layers.{i}.{name}" for i in range(config.layers) for name in names_of(config, i))

@@ -47,11 +47,7 @@ def _known() -> list[str]:
 
 
 def _beside(weights: Weights) -> Path | None:
-    """The file that llama.cpp calls the layer of a model's file, `mtp-*.gguf` in the same folder; None: there is none.
-
-    Raises:
-        ValueError: there are several.
-    """
+    """The file that llama.cpp calls the layer of a model's file, `mtp-*.gguf` in the same folder; None: none."""
     file = next(iter(weights.files), None)
     files = [] if file is None or file.suffix != ".gguf" else sorted(file.parent.glob("mtp-*.gguf"))
     if len(files) > 1:
@@ -63,11 +59,7 @@ def _beside(weights: Weights) -> Path | None:
 
 
 def _of_file(path: Path, config: ModelConfig) -> Weights:
-    """The weights of a file with the layer of this model alone.
-
-    Raises:
-        ValueError: it is of another model.
-    """
+    """The weights of a file with the layer of this model alone."""
     file = GGUF(path)
     if not holds_prediction_alone(file):
         raise ValueError(f"{path}: mtp drafts with a layer of multi-token prediction, and this file is of another kind")

@@ -181,11 +181,7 @@ def report_not_kept(error: OSError) -> None:
 
 
 def _make_room(folder: Path, size: int, limit: int) -> None:
-    """Remove files that interrupted processes left, then the least recently used weights.
-
-    Raises:
-        OSError: the disk has no room.
-    """
+    """Remove files that interrupted processes left, then the least recently used weights."""
     remove_unfinished(folder)
     entries = cache_entries()
     while True:

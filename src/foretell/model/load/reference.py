@@ -73,11 +73,7 @@ def resolve_reference(reference: str) -> Path:
 
 
 def _model_file(reference: str, path: Path) -> Path:
-    """A path of a file, if it is a GGUF file by its name or its first bytes, as Ollama's blobs are.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """A path of a file, if it is a GGUF file by its name or its first bytes, as Ollama's blobs are."""
     if is_unfinished(path):
         raise ValueError(
             f"{reference}: a download that is not finished ({path.stat().st_size:,} bytes so far); let it finish, and "
@@ -107,11 +103,7 @@ def _refuse_begun(path: Path) -> None:
 
 
 def _stored_file(reference: str, name: str | None) -> Path:
-    """The file of this name in one of the stores.
-
-    Raises:
-        ValueError: there is none, or there are several.
-    """
+    """The file of this name in one of the stores."""
     path = find_file(name) if name else None
     if path is None:
         raise ValueError(
@@ -143,11 +135,7 @@ def _default_model_path() -> Path:
 
 
 def _download(repository: str, tag: str | None) -> Path:
-    """The directory of a repository of the hub, or its GGUF file of this tag; what is cached needs no network.
-
-    Raises:
-        ValueError: the hub gives no such model, and none is cached.
-    """
+    """The directory of a repository of the hub, or its GGUF file of this tag; what is cached needs no network."""
     from huggingface_hub import snapshot_download
 
     folder = None

@@ -275,9 +275,6 @@ def load_vision(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
 def _from_pretrained(transformers: Any, path: Path, dtype: torch.dtype, config: Any = None, **options: Any) -> Any:
     """The model of a directory; `config`: another configuration, whose decoder has one token. `options`: further ones
     of `from_pretrained`.
-
-    Raises:
-        ValueError: see `load_hf`.
     """
     try:
         with quiet(transformers):

@@ -8,15 +8,15 @@ from typing import Literal
 
 import torch
 from jaxtyping import Int
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from foretell.model.config.model import ModelConfig
+from foretell.model.kernels.linear import float_precision
 from foretell.model.kernels.neuron_file import NeuronFile
-from foretell.model.kernels.rows import floats
 from foretell.model.kernels.structures import Precision
-from foretell.utils.validation import read_json, validate
+from foretell.utils.validation import FrozenModel, read_json, validate
 
 FILE = "placement.json"
 COUNTS = "neuron_counts.safetensors"
@@ -24,10 +24,8 @@ NEURONS = "neurons.bin"
 _HINT = "make one with `foretell calibrate placement`"
 
 
-class PlacementFile(BaseModel):
+class PlacementFile(FrozenModel):
     """What `placement.json` holds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["foretell placement"] = "foretell placement"
     layers: int = Field(ge=1)
@@ -83,10 +81,10 @@ def read_placement(
     expected, sizes = (config.layers, config.ffn, config.hidden), (file.layers, file.neurons, file.hidden)
     if sizes != expected or file.thresholds != thresholds:
         raise ValueError(f"{path}: this profile is of another model or of other thresholds; {_HINT}")
-    if file.floats != floats(precision):
+    if file.floats != float_precision(precision):
         raise ValueError(
             f"{path}: its neurons are in {file.floats}, and {precision} was asked for, which needs "
-            f"{floats(precision)}; {_HINT} and --dtype {precision}"
+            f"{float_precision(precision)}; {_HINT} and --dtype {precision}"
         )
     neurons = _open(folder / NEURONS, file)
     try:

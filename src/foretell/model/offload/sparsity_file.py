@@ -18,7 +18,7 @@ from foretell.model.block.sparsity import (
     check_sparse,
 )
 from foretell.model.config.model import ModelConfig
-from foretell.utils.validation import read_json, validate
+from foretell.utils.validation import FrozenModel, read_json, validate
 
 SparsityMethod = Literal["cats", "teal", "deja_vu", "matformer"]
 FILE = "sparsity.json"
@@ -28,10 +28,8 @@ _THRESHOLDS = {"cats": 1, "teal": 4, "deja_vu": 1}
 """Thresholds of a layer."""
 
 
-class SparsityLoss(BaseModel):
+class SparsityLoss(FrozenModel):
     """The sparse model beside the dense one, on text that was held back."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tokens: int
     kl: float

@@ -2,7 +2,7 @@
 
 A program has a tile of tokens of one row with the query heads of one key-value head. It reads the keys that they may
 see block by block, by the table of the row's blocks: no copy of a row's cache, no mask from the host. Keys are summed
-in parts of `SPLIT` slots (Flash-Decoding: Dao et al., 2023), each with an online softmax, and the parts are joined in
+in parts of `SPLIT` slots (Flash-Decoding: Dao et al., 2023), each with an online softmax, and the parts are sink in
 order of the context. Parts and their order depend on the slots alone, so a token's result does not depend on the other
 rows and tokens of its pass, nor on whether one program joins all parts (`FOLD`) or each has a program of its own.
 """
@@ -105,13 +105,13 @@ def _join(total, sums, peak, more, more_sums, more_peak):
 
 @triton.jit
 def _finish(
-    total, sums, peak, out, sinks, token, head, valid,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
+    total, sums, peak, out, extra, token, head, valid,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EXTRA: tl.constexpr,
     ROTATED: tl.constexpr,
 ):  # fmt: skip
     """Write the weighted mean of the values, with a head's sink among the weights, in the basis of the heads."""
-    if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+    if EXTRA:
+        sink = tl.load(extra + head).to(tl.float32) * LOG2_E
         higher = tl.maximum(peak, sink)
         left = tl.exp2(peak - higher)
         total, sums = total * left[:, None], sums * left + tl.exp2(sink - higher)
@@ -145,18 +145,18 @@ def _tile(
 
 @triton.jit
 def attend(
-    q, k_cache, v_cache, k_scale, v_scale, table, fields, words, tiles, sinks, out, parts, part_sums, tokens,
+    q, k_cache, v_cache, k_scale, v_scale, table, fields, words, tiles, extra, out, parts, part_sums, tokens,
     head_blocks, width, splits, window, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    SPLIT: tl.constexpr, WORDS: tl.constexpr, NUMBERS: tl.constexpr, ROTATED: tl.constexpr, SINKS: tl.constexpr,
+    SPLIT: tl.constexpr, WORDS: tl.constexpr, NUMBERS: tl.constexpr, ROTATED: tl.constexpr, EXTRA: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """Attention of the tile of program 0 and the key-value head of program 1; without `FOLD`, over the part of program
     2 only, which `combine` joins with the others.
 
     q: `[t, HEADS, D]` rotated. k_cache, v_cache: `[kv heads, head_blocks, BLOCK, D]` of the layer, and their scales.
-    table: `[rows, width]`. sinks: `[HEADS]`. out: `[t, HEADS, D]`. parts: `[tiles, kv heads, splits, BLOCK_M, D]`,
-    part_sums with 2 numbers for D.
+    table: `[rows, width]`. extra: `[HEADS]`, scores that join the softmax. out: `[t, HEADS, D]`. parts:
+    `[tiles, kv heads, splits, BLOCK_M, D]`, part_sums with 2 numbers for D.
     """
     token, in_group, valid, prefix, least, begin, end = _tile(
         tiles, fields, tokens, window, GROUP, BLOCK_M, WINDOW, CHUNKED
@@ -199,7 +199,7 @@ def attend(
         else:
             total, sums, peak = more, more_sums, more_peak
     if FOLD:
-        _finish(total, sums, peak, out, sinks, token, head, valid, HEADS, D, BLOCK_M, BLOCK_D, SINKS, ROTATED)
+        _finish(total, sums, peak, out, extra, token, head, valid, HEADS, D, BLOCK_M, BLOCK_D, EXTRA, ROTATED)
     else:
         query = tl.arange(0, BLOCK_M)
         at = ((tl.program_id(0) * tl.num_programs(1) + kv_head).to(tl.int64) * splits + part) * BLOCK_M + query
@@ -210,9 +210,9 @@ def attend(
 
 @triton.jit
 def combine(
-    fields, tiles, sinks, out, parts, part_sums, tokens, splits, window,
+    fields, tiles, extra, out, parts, part_sums, tokens, splits, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    SPLIT: tl.constexpr, ROTATED: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    SPLIT: tl.constexpr, ROTATED: tl.constexpr, EXTRA: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Join the parts that `attend` has written, in order."""
     token, in_group, valid, _, _, begin, end = _tile(tiles, fields, tokens, window, GROUP, BLOCK_M, WINDOW, CHUNKED)
@@ -222,7 +222,7 @@ def combine(
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    # Parts that are loaded while others are joined: as many as registers hold.
+    # Parts that are loaded while others are sink: as many as registers hold.
     ahead: tl.constexpr = 4 if BLOCK_D == D and D <= 128 else 2
     for number in tl.range(begin // SPLIT, tl.cdiv(end, SPLIT), num_stages=ahead):
         at = ((tl.program_id(0) * tl.num_programs(1) + kv_head).to(tl.int64) * splits + number) * BLOCK_M + query
@@ -231,4 +231,4 @@ def combine(
         more_peak = tl.load(part_sums + 2 * at + 1, mask=valid > 0, other=float("-inf"))
         total, sums, peak = _join(total, sums, peak, more, more_sums, more_peak)
     head = kv_head * GROUP + in_group
-    _finish(total, sums, peak, out, sinks, token, head, valid, HEADS, D, BLOCK_M, BLOCK_D, SINKS, ROTATED)
+    _finish(total, sums, peak, out, extra, token, head, valid, HEADS, D, BLOCK_M, BLOCK_D, EXTRA, ROTATED)

@@ -61,7 +61,7 @@ class AttentionCall:
     softcap: float = 0.0
     window: int = 0
     chunked: bool = False
-    sinks: Float[torch.Tensor, " h"] | None = None
+    extra: Float[torch.Tensor, " h"] | None = None
 
 
 def tokens_of_tile(group: int) -> int:
@@ -117,7 +117,7 @@ def attend(
     out = torch.empty(layout.tokens, call.heads, dim, dtype=q.dtype, device=device)
     size = (0,) if folds else (layout.tile_count, kv_heads, layout.splits, queries)
     shared = {
-        "sinks": q if call.sinks is None else call.sinks,
+        "extra": q if call.extra is None else call.extra,
         "out": out,
         "parts": torch.empty(*size, dim, dtype=torch.float32, device=device),
         "part_sums": torch.empty(*size, 2, dtype=torch.float32, device=device),
@@ -130,7 +130,7 @@ def attend(
         "GROUP": group,
         "BLOCK_M": queries,
         "SPLIT": SPLIT,
-        "SINKS": call.sinks is not None,
+        "EXTRA": call.extra is not None,
         "WINDOW": call.window > 0,
         "CHUNKED": call.chunked,
     }

@@ -83,11 +83,7 @@ def _text_of_part(part: Any, param: str) -> str:
 
 
 def _text_of_document(part: Mapping[str, Any], param: str) -> str:
-    """Title, context and text of a document of Anthropic's API.
-
-    Raises:
-        ApiError: it is no plain text.
-    """
+    """Title, context and text of a document of Anthropic's API."""
     source = part.get("source")
     kind = source.get("type") if isinstance(source, Mapping) else source
     if not isinstance(source, Mapping) or kind not in ("text", "content"):

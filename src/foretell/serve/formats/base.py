@@ -13,6 +13,9 @@ from foretell.serve.errors import ApiError
 from foretell.serve.logprobs import LogprobWriter
 from foretell.serve.sse import DONE, EVENTS, PING, event
 
+Counts = Mapping[str, Any]
+"""Tokens of an answer (`usage`), or its times (`measurements`), by the names of their fields."""
+
 
 @dataclass(frozen=True)
 class AnswerHead:
@@ -54,24 +57,20 @@ class AnswerFormat(ABC):
         yield from ()
 
     @abstractmethod
-    def piece(self, piece: Piece, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
+    def piece(self, piece: Piece, usage: Counts | None) -> Iterator[bytes]:
         """Events of new text. `usage`: so far, if the request wants it in every chunk."""
 
     @abstractmethod
-    def end(self, usage: Mapping[str, Any], measurements: Mapping[str, Any]) -> Iterator[bytes]:
+    def end(self, usage: Counts, measurements: Counts) -> Iterator[bytes]:
         """Events after the last piece."""
 
     @abstractmethod
     def complete(
-        self,
-        choices: Choices,
-        pieces: Sequence[Piece],
-        usage: Mapping[str, Any],
-        measurements: Mapping[str, Any],
+        self, choices: Choices, pieces: Sequence[Piece], usage: Counts, measurements: Counts
     ) -> dict[str, Any]:
         """The whole answer as one object; `pieces`: one per choice."""
 
-    def progress(self, counts: Mapping[str, Any]) -> bytes:
+    def progress(self, counts: Counts) -> bytes:
         """An event about the prompt, before the first token; only some APIs have one."""
         return b""
 

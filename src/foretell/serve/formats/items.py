@@ -1,12 +1,12 @@
 """Answers as items, each a text, reasoning or a call of a tool, as Responses and Anthropic's Messages have them."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from foretell.serve.choices import Choices, Piece
-from foretell.serve.formats.base import AnswerFormat, AnswerHead
+from foretell.serve.formats.base import AnswerFormat, AnswerHead, Counts
 from foretell.serve.formats.parts import PartReader
 from foretell.serve.tools.parts import CallPart, Part, ReasoningPart
 from foretell.utils.validation import parse_object
@@ -53,7 +53,7 @@ class ItemFormat(AnswerFormat):
         """Why the answer ended; `tool_calls` if there were any."""
         return None if self.last is None else self._parts.finish_reason(self.last)
 
-    def piece(self, piece: Piece, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
+    def piece(self, piece: Piece, usage: Counts | None) -> Iterator[bytes]:
         """Events of the items that the piece begins, continues and ends."""
         self.last = piece
         for part in self._parts.read(piece):
@@ -69,11 +69,7 @@ class ItemFormat(AnswerFormat):
             yield from self._end_item()
 
     def complete(
-        self,
-        choices: Choices,
-        pieces: Sequence[Piece],
-        usage: Mapping[str, Any],
-        measurements: Mapping[str, Any],
+        self, choices: Choices, pieces: Sequence[Piece], usage: Counts, measurements: Counts
     ) -> dict[str, Any]:
         """The whole answer."""
         for _ in self.piece(pieces[0], None):
@@ -103,5 +99,5 @@ class ItemFormat(AnswerFormat):
         """Events of a whole item."""
 
     @abstractmethod
-    def answer(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(self, usage: Counts) -> dict[str, Any]:
         """The whole answer, once all pieces were read."""

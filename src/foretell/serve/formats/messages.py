@@ -5,6 +5,7 @@ from typing import Any
 
 from foretell.serve.choices import Choices
 from foretell.serve.errors import ApiError
+from foretell.serve.formats.base import Counts
 from foretell.serve.formats.items import Item, ItemFormat
 from foretell.serve.sse import event
 
@@ -26,7 +27,7 @@ class MessagesFormat(ItemFormat):
         """An event that says nothing."""
         yield _event("ping")
 
-    def end(self, usage: Mapping[str, Any], measurements: Mapping[str, Any]) -> Iterator[bytes]:
+    def end(self, usage: Counts, measurements: Counts) -> Iterator[bytes]:
         """Why the message ended."""
         yield _event("message_delta", delta=self._ending(), usage=_usage(usage))
         yield _event("message_stop")
@@ -35,7 +36,7 @@ class MessagesFormat(ItemFormat):
         """The error."""
         yield event(error.anthropic_body, "error")
 
-    def answer(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(self, usage: Counts) -> dict[str, Any]:
         """The whole message."""
         return self._message(_usage(usage)) | self._ending()
 
@@ -66,7 +67,7 @@ class MessagesFormat(ItemFormat):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": _STOP_REASONS.get(reason or "", "end_turn"), "stop_sequence": None}
 
-    def _message(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+    def _message(self, usage: Counts) -> dict[str, Any]:
         return {
             "id": f"msg_{self.head.number}",
             "type": "message",
@@ -80,7 +81,7 @@ class MessagesFormat(ItemFormat):
         }
 
 
-def _usage(usage: Mapping[str, Any]) -> dict[str, int]:
+def _usage(usage: Counts) -> dict[str, int]:
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,

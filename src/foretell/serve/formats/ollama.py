@@ -6,7 +6,7 @@ from typing import Any
 
 from foretell.serve.choices import Choices, Piece
 from foretell.serve.errors import ApiError
-from foretell.serve.formats.base import AnswerHead
+from foretell.serve.formats.base import AnswerHead, Counts
 from foretell.serve.formats.items import Item, ItemFormat
 from foretell.serve.formats.parts import PartReader
 from foretell.serve.sse import BLANK, LINES, line
@@ -25,7 +25,7 @@ class OllamaFormat(ItemFormat):
         self._is_chat = is_chat
         self._logprobs, self._written = list[dict[str, Any]](), 0
 
-    def piece(self, piece: Piece, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
+    def piece(self, piece: Piece, usage: Counts | None) -> Iterator[bytes]:
         """Lines of new text, and of calls that the piece ends."""
         self._logprobs += (self.head.logprobs.chat(piece) or {}).get("content", ())
         yield from super().piece(piece, usage)
@@ -42,7 +42,7 @@ class OllamaFormat(ItemFormat):
         if item.call is not None:
             yield line(self._fields("", [item]))
 
-    def end(self, usage: Mapping[str, Any], measurements: Mapping[str, Any]) -> Iterator[bytes]:
+    def end(self, usage: Counts, measurements: Counts) -> Iterator[bytes]:
         """The last line, with the counts."""
         yield line(self._fields("") | self._ending(usage, measurements))
 
@@ -51,12 +51,12 @@ class OllamaFormat(ItemFormat):
         yield line(error.ollama_body)
 
     def complete(
-        self, choices: Choices, pieces: Sequence[Piece], usage: Mapping[str, Any], measurements: Mapping[str, Any]
+        self, choices: Choices, pieces: Sequence[Piece], usage: Counts, measurements: Counts
     ) -> dict[str, Any]:
         """The whole answer."""
         return super().complete(choices, pieces, usage, measurements) | self._ending(usage, measurements)
 
-    def answer(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(self, usage: Counts) -> dict[str, Any]:
         """The whole answer without its counts."""
         self._written = 0
         text = "".join(item.text for item in self.items if item.call is None and not item.is_reasoning)
@@ -68,7 +68,7 @@ class OllamaFormat(ItemFormat):
         fields = unfinished(self.head.model, self._is_chat, text, [_call(item) for item in calls], thinking)
         return fields | ({"logprobs": new} if new else {})
 
-    def _ending(self, usage: Mapping[str, Any], measurements: Mapping[str, Any]) -> dict[str, Any]:
+    def _ending(self, usage: Counts, measurements: Counts) -> dict[str, Any]:
         metrics, timings = measurements["metrics"], measurements["timings"]
         milliseconds = {
             "total_duration": metrics["time_to_first_token_ms"] + metrics["generation_time_ms"],

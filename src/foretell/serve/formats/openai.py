@@ -8,7 +8,7 @@ from typing import Any
 
 from foretell.engine.request import Request
 from foretell.serve.choices import Choices, Piece
-from foretell.serve.formats.base import AnswerFormat, AnswerHead
+from foretell.serve.formats.base import AnswerFormat, AnswerHead, Counts
 from foretell.serve.formats.parts import PartReader, calls_of, reasoning_of, text_of
 from foretell.serve.sse import DATA, DONE, END, json_bytes
 from foretell.serve.token_text import TextOffsets
@@ -31,7 +31,7 @@ class OpenAIFormat(AnswerFormat):
         self._choices = choices
         yield from ()
 
-    def piece(self, piece: Piece, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
+    def piece(self, piece: Piece, usage: Counts | None) -> Iterator[bytes]:
         """A chunk; none while text is held back."""
         delta, drafts = self._delta(piece), self.head.drafts
         if self._is_shown(delta) or piece.finish_reason or piece.logprobs or self.head.token_ids or piece.passes:
@@ -40,11 +40,11 @@ class OpenAIFormat(AnswerFormat):
                 own |= timings_so_far(self._choices)
             yield self._chunk([delta], usage, own)
 
-    def progress(self, counts: Mapping[str, Any]) -> bytes:
+    def progress(self, counts: Counts) -> bytes:
         """A chunk without choices."""
         return self._chunk([], None, {"prompt_progress": counts})
 
-    def end(self, usage: Mapping[str, Any], measurements: Mapping[str, Any]) -> Iterator[bytes]:
+    def end(self, usage: Counts, measurements: Counts) -> Iterator[bytes]:
         """The chunk with the usage, if it is wanted, and the end."""
         drafts = self.head.drafts
         shown = drafts is not None or self.head.ends_with_extension
@@ -54,11 +54,7 @@ class OpenAIFormat(AnswerFormat):
         yield DONE
 
     def complete(
-        self,
-        choices: Choices,
-        pieces: Sequence[Piece],
-        usage: Mapping[str, Any],
-        measurements: Mapping[str, Any],
+        self, choices: Choices, pieces: Sequence[Piece], usage: Counts, measurements: Counts
     ) -> dict[str, Any]:
         """The whole answer."""
         ids = (
@@ -121,10 +117,7 @@ class OpenAIFormat(AnswerFormat):
         }
 
     def _chunk(
-        self,
-        choices: list[dict[str, Any]],
-        usage: Mapping[str, Any] | None = None,
-        measurements: Mapping[str, Any] | None = None,
+        self, choices: list[dict[str, Any]], usage: Counts | None = None, measurements: Counts | None = None
     ) -> bytes:
         shown = {} if usage is None and not self.head.include_usage else {"usage": usage}
         own = json_bytes({"choices": choices, **shown, **(measurements or {})})

@@ -5,7 +5,7 @@ from typing import Any
 
 from foretell.serve.choices import Choices, Piece
 from foretell.serve.errors import ApiError
-from foretell.serve.formats.base import AnswerHead
+from foretell.serve.formats.base import AnswerHead, Counts
 from foretell.serve.formats.items import Item, ItemFormat
 from foretell.serve.formats.parts import PartReader
 from foretell.serve.sse import event
@@ -22,7 +22,7 @@ class ResponsesFormat(ItemFormat):
         self._logprobs = dict[int, list[dict[str, Any]]]()
         """Log-probabilities of the tokens of each text, by the index of its item."""
 
-    def piece(self, piece: Piece, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
+    def piece(self, piece: Piece, usage: Counts | None) -> Iterator[bytes]:
         """Events of the items, with the log-probabilities of their tokens."""
         self._unshown += self.head.logprobs.entries(piece)
         yield from super().piece(piece, usage)
@@ -32,7 +32,7 @@ class ResponsesFormat(ItemFormat):
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._response("in_progress"))
 
-    def end(self, usage: Mapping[str, Any], measurements: Mapping[str, Any]) -> Iterator[bytes]:
+    def end(self, usage: Counts, measurements: Counts) -> Iterator[bytes]:
         """The whole response."""
         answer = self.answer(usage)
         yield self._event(f"response.{answer['status']}", response=answer)
@@ -42,7 +42,7 @@ class ResponsesFormat(ItemFormat):
         details = {"code": "server_error", "message": error.detail["message"]}
         yield self._event("response.failed", response=self._response("failed") | {"error": details})
 
-    def answer(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(self, usage: Counts) -> dict[str, Any]:
         """The whole response."""
         counts = {
             "input_tokens": usage["prompt_tokens"],

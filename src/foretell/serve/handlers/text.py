@@ -207,9 +207,6 @@ def _fit(
 ) -> list[Prompt]:
     """The prompts with their most new tokens, from the field `asked_by` or the default, and as many as the context has
     room for. A prompt is shortened from the left if `truncate_prompt_tokens` says so.
-
-    Raises:
-        ApiError: a prompt is empty, or leaves no room in the context.
     """
     asked: int | None = getattr(body, asked_by)
     if asked == 0 and not _is_prompt_only(body):

@@ -242,9 +242,6 @@ def _check_options(
     """Refuse options of other drafters of this family, which their authors' code reads.
 
     `raw`: the layers' configuration.
-
-    Raises:
-        ValueError: one is set.
     """
     own = {**raw, **files.config, **files.fields.fields("dflash_config").raw}
     markov, types = files.has(_MARKOV_IN), _types(raw, files)
@@ -278,11 +275,7 @@ def _check_options(
 
 
 def _check(files: PublishedCheckpoint, values: Mapping[str, Any], target: TargetInfo) -> None:
-    """Refuse what would draft wrongly.
-
-    Raises:
-        ValueError: a layer that the target does not have, or a mask token outside its vocabulary.
-    """
+    """Refuse what would draft wrongly."""
     place = files.folder / "config.json"
     if not values["hidden_layers"]:
         raise ValueError(f"{place}: it names no layers of its target whose hidden states it reads; is it complete?")

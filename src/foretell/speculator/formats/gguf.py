@@ -135,11 +135,7 @@ def open_gguf(path: Path) -> PublishedCheckpoint:
 
 
 def _published(path: Path, name: str) -> str:
-    """The published name of a tensor.
-
-    Raises:
-        ValueError: it is not known.
-    """
+    """The published name of a tensor."""
     block, _, part = name.removeprefix("blk.").partition(".")
     inside = name.startswith("blk.")
     known = _OF_LAYERS.get(part) if inside else _OTHERS.get(name)
@@ -208,11 +204,7 @@ def _write(
     heads: Sequence[int],
     mask_token: int | None = None,
 ) -> None:
-    """Write the file, with the tokenizer of the target's.
-
-    Raises:
-        ValueError: the target is no GGUF file.
-    """
+    """Write the file, with the tokenizer of the target's."""
     if verifier.gguf is None:
         raise ValueError(
             "a drafter in a GGUF file has the tokenizer of its target's file, and the target is no GGUF file; name one "

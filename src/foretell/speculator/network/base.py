@@ -1,24 +1,22 @@
 """The base class of trained speculators: small networks that use the target's embedding and output head."""
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict, model_validator
 from torch import nn
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import NativeLinear
 from foretell.model.run.topk import top_probabilities
+from foretell.utils.validation import FrozenModel
 
 
-class TargetInfo(BaseModel):
+class TargetInfo(FrozenModel):
     """Which model a speculator was trained for."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     fingerprint: str = ""
@@ -28,14 +26,8 @@ class TargetInfo(BaseModel):
     layers: int
 
 
-_FORMER_KEYS = {"taps": "hidden_layers", "more_taps": "more_hidden_layers"}
-"""Keys of `config.json` under their former names."""
-
-
-class SpeculatorConfig(BaseModel):
+class SpeculatorConfig(FrozenModel):
     """Configuration of a speculator, stored as `config.json`. Subclasses add sizes and fix `kind`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: str
     target: TargetInfo
@@ -43,12 +35,6 @@ class SpeculatorConfig(BaseModel):
     """Size of the draft vocabulary, the most frequent tokens of the training data; None: the target's vocabulary."""
     own_head: bool = False
     """Whether it has an output matrix of its own; otherwise it uses the target's (the rows of its draft vocabulary)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_former_keys(cls, values: Any) -> Any:
-        """Accept configurations that were written before the keys got their present names."""
-        return {_FORMER_KEYS.get(k, k): v for k, v in values.items()} if isinstance(values, dict) else values
 
 
 def check_mask_token(token: int, vocab: int) -> None:
@@ -122,9 +108,9 @@ class Speculator(nn.Module, ABC):
         """What its matrices are rounded to, set by `pack_network`; empty: they are not packed."""
 
     @property
-    @abstractmethod
     def hidden_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose hidden states it reads; see `Runner.forward`."""
+        """Layers of the target whose hidden states it reads; see `Runner.forward`. Here the input of the head."""
+        return (self.target_info.layers + 1,)
 
     @property
     def target_vocab(self) -> int:

@@ -9,10 +9,11 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 
 from foretell.speculator.network.layer import make_norm
+from foretell.utils.validation import FrozenModel
 
 Embed = Callable[[Int[torch.Tensor, "*t"]], Float[torch.Tensor, "*t d"]]
 """The target's embedding of tokens."""
@@ -59,19 +60,14 @@ class Nodes(NamedTuple):
         return self.path.gather(1, self.slot[:, None] + 1)[:, 0]
 
 
-class CorrectionConfig(BaseModel):
+class CorrectionConfig(FrozenModel):
     """Configuration of such a head."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Correction(nn.Module, ABC):
     """A head over blocks of `slots` slots of width `hidden`, whose tokens are `vocab` of the target, `outputs` of them
     drafted.
     """
-
-    whole_vocab = True
-    """It chooses among the target's tokens, so that no draft vocabulary may be reduced."""
 
     def prepare(self, blocks: Blocks, embed: Embed) -> Blocks:
         """The blocks with what is computed once for each."""
@@ -187,8 +183,6 @@ class RefinerConfig(CorrectionConfig):
 
 class Refiner(Correction):
     """Adds logits of low rank from the states of all slots and the tokens before every slot, mixed causally."""
-
-    whole_vocab = False
 
     def __init__(self, config: RefinerConfig, hidden: int, vocab: int, outputs: int, slots: int, eps: float) -> None:
         super().__init__()

@@ -51,11 +51,7 @@ class EagleConfig(CachedLayersConfig):
     @model_validator(mode="before")
     @classmethod
     def _without_head_rank(cls, values: Any) -> Any:
-        """Read configurations of earlier versions, which named the rank of a head in two stages.
-
-        Raises:
-            ValueError: it has such a head.
-        """
+        """Read configurations of earlier versions, which named the rank of a head in two stages."""
         if not isinstance(values, dict):
             return values
         if rank := values.get("head_rank", 0):

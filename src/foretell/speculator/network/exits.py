@@ -6,7 +6,7 @@ from typing import Literal, Self
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import nn
 
 from foretell.model.block.decoder import Decoder
@@ -17,6 +17,7 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.training.full_forward import forward_blocks
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 from foretell.speculator.network.draft_model import DraftNetwork, blank_blocks, draft_config, frozen_copy
+from foretell.utils.validation import FrozenModel
 
 Halting = Literal["agreement", "geometric", "policy", "token", "sequence"]
 """What the classifiers of exits were trained for. `agreement`: whether an exit gives the target's token (CALM, arXiv
@@ -30,12 +31,10 @@ DRAFT_PROBABILITY = 0.6
 """Probability below which a fitted exit does not draft: then the pass costs what plain decoding does, and the test."""
 
 
-class DraftQuality(BaseModel):
+class DraftQuality(FrozenModel):
     """How an exit drafts: the share of tokens after which its most probable token has `DRAFT_PROBABILITY`, and how
     often that is the target's then.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     drafts: float = Field(ge=0, le=1)
     right: float = Field(ge=0, le=1)

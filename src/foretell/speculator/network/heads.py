@@ -40,11 +40,6 @@ class HeadsNetwork(Speculator):
         self.register_buffer("chances", torch.zeros(_MAX_NODES))
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """The input of the target's output head."""
-        return (self.target_info.layers + 1,)
-
-    @property
     def paths(self) -> tuple[RankPath, ...]:
         """Rank paths, the highest acceptance rate first; empty before training."""
         rank_paths = (tuple(r for r in path if r >= 0) for path in self.tree.tolist())

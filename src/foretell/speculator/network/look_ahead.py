@@ -35,11 +35,6 @@ class LookAheadEmbeddings(Speculator):
         self.ahead = config.ahead
         self.vectors = nn.Parameter(_mean_embedding(embedding_and_head).repeat(config.ahead, 1))
 
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """The input of the target's output head."""
-        return (self.target_info.layers + 1,)
-
     def forward(self) -> Float[torch.Tensor, "l d"]:
         """The inputs of the target's first block at the positions ahead."""
         return self.vectors

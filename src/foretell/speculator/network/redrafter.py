@@ -88,11 +88,6 @@ class ReDrafter(Speculator):
             nn.init.zeros_(layer.bias)
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """The input of the target's output head."""
-        return (self.target_info.layers + 1,)
-
-    @property
     def stages(self) -> int:
         """Tokens that it was trained to draft: the maximum depth."""
         return self.config.stages

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
@@ -24,7 +24,7 @@ from foretell.train.recipe.base import TensorDict
 from foretell.utils.paths import require_empty
 from foretell.utils.store import write_synced
 from foretell.utils.unfinished import put_in_place, remove
-from foretell.utils.validation import read_model
+from foretell.utils.validation import FrozenModel, read_model
 
 FOLDER = "checkpoint"
 _STEP = re.compile(r"step-\d+(\.part)?")
@@ -32,10 +32,8 @@ _STEP = re.compile(r"step-\d+(\.part)?")
 _STATE = "state.json"
 
 
-class CheckpointState(BaseModel):
+class CheckpointState(FrozenModel):
     """The state of a training except its tensors. Random numbers need no state: they are seeded by step."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
     """Finished steps."""

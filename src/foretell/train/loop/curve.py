@@ -6,18 +6,16 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import Field
 
-from foretell.train.loop.settings import rename_key
 from foretell.utils.paths import replace_file
+from foretell.utils.validation import FrozenModel
 
 _AXES_COLOR, _GRID_COLOR, _LOSS_COLOR, _TOKENS_COLOR = "#333333", "#dddddd", "#0b6e99", "#d9730d"
 
 
-class StepMetrics(BaseModel):
+class StepMetrics(FrozenModel):
     """Metrics of one optimizer step."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
     """Counted from 1."""
@@ -27,16 +25,10 @@ class StepMetrics(BaseModel):
     lr: float
     seconds: float
     """Training time so far, measurements included."""
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = Field(default_factory=dict)
     """Further metrics of the recipe."""
     tokens_per_pass: float | None = None
     """Measured after this step; None: not measured."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_old_names(cls, values: Any) -> Any:
-        """Read checkpoints in which `metrics` is called `figures`."""
-        return rename_key(values, "figures", "metrics")
 
 
 def write_curve(out: Path, rows: Sequence[StepMetrics], with_plot: bool) -> None:

@@ -1,10 +1,11 @@
 """Settings of a training, as given on the command line."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
 from foretell.utils.options import Option
+from foretell.utils.validation import FrozenModel
 
 _MAY_CHANGE = frozenset({"out", "save_minutes", "features", "cache_gib"})
 """Settings that may differ when training resumes, because they do not change its result."""
@@ -13,10 +14,8 @@ DRAFT_VOCAB = 8192
 """Default size of a speculator's vocabulary."""
 
 
-class DatasetWeight(BaseModel):
+class DatasetWeight(FrozenModel):
     """A data set and how often an epoch shows each of its documents; 0.5: a random half of them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: str
     weight: float = Field(1.0, gt=0)
@@ -26,10 +25,8 @@ class DatasetWeight(BaseModel):
         return self.folder if self.weight == 1 else f"{self.folder}={self.weight:g}"
 
 
-class TrainingSettings(BaseModel):
+class TrainingSettings(FrozenModel):
     """Settings of a training; lengths are in tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     recipe: str
     model: str
@@ -82,12 +79,6 @@ class TrainingSettings(BaseModel):
     ] = "auto"
     cache_gib: Annotated[float, Option("Maximum size of cached hidden states in GiB.", "X")] = Field(6.0, ge=0)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_old_names(cls, values: Any) -> Any:
-        """Read checkpoints in which `init_from` is called `begin`."""
-        return rename_key(values, "begin", "init_from")
-
     def first_difference(self, other: "TrainingSettings") -> str | None:
         """Name of the first setting that prevents resuming with the `other` settings; None: there is none."""
         mine, theirs = self.model_dump(), other.model_dump()
@@ -101,8 +92,3 @@ OPTION_NAMES = {"init_from": "--from", "options": "--set", "recipe": "the recipe
 def option_name(name: str) -> str:
     """The command-line option of a setting."""
     return OPTION_NAMES.get(name, "--" + name.replace("_", "-"))
-
-
-def rename_key(values: Any, old: str, new: str) -> Any:
-    """A JSON object with a key renamed; other values unchanged."""
-    return {new if key == old else key: value for key, value in values.items()} if isinstance(values, dict) else values

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch import nn
 
 from foretell.engine.method import AnyMethod
@@ -28,7 +28,7 @@ from foretell.train.data.batch import Batch
 from foretell.train.objective.distillation import Objective
 from foretell.train.objective.unrolled import TargetLabels, target_labels
 from foretell.utils.names import unknown
-from foretell.utils.validation import validate
+from foretell.utils.validation import FrozenModel, validate
 
 Options = TypeVar("Options", bound=BaseModel)
 Config = TypeVar("Config", bound=SpeculatorConfig)
@@ -39,10 +39,8 @@ MAX_COUNT = 256
 """Largest number of layers, heads or steps that `--set` accepts."""
 
 
-class RecipeOptions(BaseModel):
+class RecipeOptions(FrozenModel):
     """Options of `--set`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class CandidateOptions(RecipeOptions):

@@ -4,8 +4,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from foretell.api import Model
 from foretell.catalogue import find
 from foretell.catalogue.speculators import DRAFT_MODEL
@@ -13,7 +11,7 @@ from foretell.lab.reproduce.preparation.texts import Texts
 from foretell.lab.reproduce.preparation.training import PLANS, PreparationSettings, TrainedSpeculator
 from foretell.speculator.installed import find_installed
 from foretell.utils.store import write_synced
-from foretell.utils.validation import read_model
+from foretell.utils.validation import FrozenModel, read_model
 
 _CARD = "made.json"
 _TEXTS = "answers"
@@ -21,10 +19,8 @@ _KIND = {"hybrid_model": "eagle3"}
 """What methods draft with that take any kind."""
 
 
-class _Card(BaseModel):
+class _Card(FrozenModel):
     """Written when a thing is complete."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     note: str
 

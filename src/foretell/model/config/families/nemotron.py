@@ -23,11 +23,7 @@ _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "mo
 
 
 def _with_layer_types(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """The configuration with its `layer_types` and their number.
-
-    Raises:
-        ValueError: a type of layer is not known.
-    """
+    """The configuration with its `layer_types` and their number."""
     read = Fields(raw, source)
     named = read.texts("layers_block_type") or read.texts("layer_types")
     if not named and read.has("hybrid_override_pattern"):

@@ -89,11 +89,7 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
 
 
 def _read_mask_token(read: Fields) -> int | None:
-    """The mask token of a PARD draft model; None: it is none.
-
-    Raises:
-        ValueError: it is not in the vocabulary, or the model is a PARD-2 that reads the target's hidden states.
-    """
+    """The mask token of a PARD draft model; None: it is none."""
     if read.has("pard2_target_layers"):
         raise ValueError(
             f"{read.source}: a PARD-2 draft model that reads its target's hidden states (pard2_target_layers), which "
