@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ Row = dict[str, Any]
 
 def measure_router(model: Model, plan: Row, rows: Sequence[Row]) -> None:
     """How the router judges questions with and without points."""
-    for wanted in (True, False):
-        found = model.generate(
-            [r["prompt"] for r in rows if r["list"] is wanted], plan=plan | {"router": "prompt"}, max_new_tokens=8
-        )
-        routed = [a for a in found if a.plan is not None and "router" not in a.plan.reason]
-        print(f"router, questions {'with' if wanted else 'without'} points: {len(routed)} of {len(found)} get a plan")
+    for router, wanted in product(("trained", "prompt"), (True, False)):
+        questions = [r["prompt"] for r in rows if r["list"] is wanted]
+        answers = model.generate(questions, plan=plan | {"router": router}, max_new_tokens=8)
+        routed = [a for a in answers if a.plan is not None and "router" not in a.plan.reason]
+        kind = "with" if wanted else "without"
+        print(f"router {router}, questions {kind} points: {len(routed)} of {len(answers)} get a plan")
 
 
 def timed(make: Callable[[], Answer]) -> tuple[Answer, float]:
@@ -83,35 +84,38 @@ def measure_texts(model: Model, plan: Row, prompts: Sequence[str], tokens: int, 
     describe("plan", model, chosen, [planned[i] for i in expanded])
 
 
-def measure_times(model: Model, plan: Row, method: str, prompts: Sequence[str], tokens: int) -> None:
-    """Answer each question plainly and by the plan, in turn, one question at a time."""
+def measure_times(model: Model, plan: Row, method: str, prompts: Sequence[str], tokens: int, rounds: int) -> None:
+    """Answer each question by the plan and then plainly with as many tokens, one question at a time, in `rounds`; what
+    comes first is not counted.
+    """
     engine, plan_engine = model.engine(method, 1), model.plan_engine(method)
-    found = list[tuple[Answer, float, Answer, float]]()
-    for prompt in prompts:
-
-        def plain(prompt: str = prompt) -> Answer:
-            (completion,) = engine.complete([model.request(prompt, max_new_tokens=tokens)])
-            return Answer.from_completion(completion, engine)
+    times = list[tuple[Answer, float, Answer, float]]()
+    for prompt in [prompts[0], *prompts * rounds]:
 
         def planned(prompt: str = prompt) -> Answer:
             run = model.plan_run(prompt, plan, max_new_tokens=tokens)
             (completion,) = plan_engine.complete([run])
             return Answer.from_completion(completion, plan_engine.engine, plan=run.report)
 
-        before, after = timed(plain), timed(planned)
-        if after[0].plan is not None and after[0].plan.outcome == "expanded":
-            found.append((*before, *after))
+        by_plan = timed(planned)
+
+        def plain(prompt: str = prompt, most: int = by_plan[0].statistics.new_tokens) -> Answer:
+            (completion,) = engine.complete([model.request(prompt, max_new_tokens=most)])
+            return Answer.from_completion(completion, engine)
+
+        if by_plan[0].plan is not None and by_plan[0].plan.outcome == "expanded":
+            times.append((*timed(plain), *by_plan))
+    times = times[1:]
     median = statistics.median
-    passes = median(b.statistics.new_tokens / b.plan.passes for _, _, b, _ in found if b.plan is not None)
-    rates = [(a.statistics.new_tokens / x, b.statistics.new_tokens / y) for a, x, b, y in found]
-    plain_rate, plan_rate, ratio = (
-        median(x for x, _ in rates),
-        median(y for _, y in rates),
-        median(y / x for x, y in rates),
-    )
-    print(f"{method}, {len(found)} questions: {passes:.2f} tokens per pass of the plan")
-    print(f"tokens/s: {plain_rate:.0f} plain, {plan_rate:.0f} plan, ratio {ratio:.2f}")
-    print(f"seconds per answer: {median(x for _, x, _, _ in found):.2f} plain, {median(y for *_, y in found):.2f} plan")
+    passes = median(b.statistics.new_tokens / b.plan.passes for _, _, b, _ in times if b.plan is not None)
+    rates = [(a.statistics.new_tokens / x, b.statistics.new_tokens / y) for a, x, b, y in times]
+    print(f"{method}, {len(times)} answers: {passes:.2f} tokens per pass of the plan")
+    print(f"tokens: {median(a.statistics.new_tokens for a, *_ in times)} plain, ", end="")
+    print(f"{median(b.statistics.new_tokens for _, _, b, _ in times)} plan")
+    print(f"tokens/s: {median(x for x, _ in rates):.0f} plain, {median(y for _, y in rates):.0f} plan, ", end="")
+    ratios = sorted(y / x for x, y in rates)
+    print(f"ratio {median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    print(f"seconds per answer: {median(x for _, x, _, _ in times):.2f} plain, {median(y for *_, y in times):.2f} plan")
 
 
 def main() -> None:
@@ -122,17 +126,20 @@ def main() -> None:
     parser.add_argument("--plan", default="skeleton")
     parser.add_argument("--methods", default="autoregressive,auto", help="methods to take times with")
     parser.add_argument("--times", type=int, default=0, help="take times with so many questions; 0: measure the texts")
+    parser.add_argument("--points", type=int, default=0, help="most points of a skeleton")
+    parser.add_argument("--rounds", type=int, default=1, help="how often times are taken with each question")
     parser.add_argument("--max-new-tokens", type=int, default=300)
     parser.add_argument("--out", type=Path, help="file for the texts")
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.questions.read_text("utf-8").splitlines()]
     model = foretell.load(args.model)
     plan: Row = {"type": args.plan}
-    plan |= {"router": "off"} if args.plan == "skeleton" else {}
+    plan |= {"router": "off"} if args.plan == "skeleton" and not args.times else {}
+    plan |= {"max_points": args.points} if args.points else {}
     prompts = [r["prompt"] for r in rows if r["list"]]
     if args.times:
         for method in args.methods.split(","):
-            measure_times(model, plan, method, prompts[: args.times], args.max_new_tokens)
+            measure_times(model, plan, method, prompts[: args.times], args.max_new_tokens, args.rounds)
         return
     if args.plan == "skeleton":
         measure_router(model, plan, rows)

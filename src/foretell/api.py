@@ -176,7 +176,7 @@ class Model:
         if vision is None:
             raise ValueError(
                 f"{self.name} reads text only: leave out the image, or give a model of the kind of SmolVLM, Idefics 3 "
-                "or Llava"
+                "or Llava, in one process"
             )
         read = list[ReadImage]()
         for path in images:

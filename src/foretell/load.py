@@ -111,8 +111,8 @@ def load(
     NAME=PLACE; the file of the model stays as it is. Matrices that they change are not quantised afterwards.
     `adapters`: adapters as NAME=PLACE, of which a `Request` names its own.
     `tensor_parallel`: processes, started by `torchrun`, that share every layer; `pipeline_parallel`: parts of the list
-    of layers, a process each, or as many as share its layers. The call returns in the first process only; the others
-    run their parts until it ends, and exit.
+    of layers, a process each; not both. The call returns in the first process only; the others run their parts until
+    it ends, and exit.
     Such models, and architectures that the own decoder does not support, run through transformers, more slowly (extra
     `hf`).
 

@@ -4,6 +4,7 @@ import pytest
 from bench_helpers import make_answer, make_result
 
 from foretell.bench.metrics import DEFINITIONS, category_means, compute_metrics, question_metrics, spec_bench_metrics
+from foretell.bench.peers.registry import GROUPS, expand_names
 from foretell.bench.report import render_markdown
 from foretell.bench.results import build_results
 from foretell.bench.schema import AnswerDivergence, BenchSettings, QuestionResult
@@ -99,6 +100,9 @@ def test_the_verdict_names_the_fastest_lossless_method_or_plain_decoding() -> No
 
     use = "On this machine use ngram: 3.0 times plain decoding (2.0 to 4.0 by category); "
     assert results(("suffix", 2.0), ("ngram", 1.0), ("lossy", 0.1)) == f"{use}the answers are identical."
+    peers = [name.split("/")[0] for name in expand_names([*GROUPS], "float32", has_draft_model=True)]
+    assert len(peers) > 10
+    assert {results(("ngram", 1.0), (peer, 0.1)) for peer in peers} == {f"{use}the answers are identical."}
     assert results(("ngram", 1.0), differs=True).startswith(f"{use}1 of 2 answers are identical")
     slow = results(("ngram", 4.0))
     assert slow.startswith("On this machine use plain decoding: the fastest method, ngram, has 0.8 times")

@@ -235,6 +235,25 @@ def test_no_space_for_the_output() -> None:
     assert done.stderr.startswith("foretell: no space left") and len(done.stderr.splitlines()) == 1
 
 
+def test_outputs_that_are_missing_or_of_unknown_width() -> None:
+    shut = subprocess.run(["sh", "-c", '"$@" >&- 2>&-', "sh", *command("help", "sampling")], env=environment())
+    assert shut.returncode == 0
+    shown = [
+        subprocess.run(
+            command("--help"), env=environment() | {"COLUMNS": width}, capture_output=True, check=True
+        ).stdout
+        for width in ("0", "")
+    ]
+    assert shown[0] == shown[1] and b"generate" in shown[0]
+
+
+def test_an_encoding_that_cannot_write_the_output() -> None:
+    ascii_only = environment() | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(command("--lang", "zh"), env=ascii_only, capture_output=True, text=True)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "foretell: the output is in ascii, which cannot write '\\u" in done.stderr and done.stderr.isascii()
+
+
 def test_a_closed_output() -> None:
     arguments = ("generate", "hello", "--model", tiny_target(), "--max-new-tokens", "400")
     with subprocess.Popen(

@@ -112,7 +112,13 @@ def test_an_assistant_drafts_for_its_target(tmp_path: Path) -> None:
     assert "an assistant of Gemma 4, with which --method mtp drafts alone" in said
     said = expect_error("generate", "Hi", "--model", "smollm2-135m", "--method", "mtp", "--draft-model", assistant)
     assert "an assistant of Gemma 4, and the target is llama" in said
-    raw = json.loads((assistant / "config.json").read_text())
+    raw, tensors = json.loads((assistant / "config.json").read_text()), load_file(assistant / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, assistant / "model.safetensors")
+    _, report = transformers.Gemma4AssistantForCausalLM.from_pretrained(assistant, output_loading_info=True)
+    assert report["missing_keys"] == {"lm_head.weight"}
+    said = expect_error("generate", "Hi", "--model", target, "--method", "mtp", "--draft-model", assistant)
+    assert "the checkpoint has no lm_head.weight" in said
     (assistant / "config.json").write_text(json.dumps(raw | {"backbone_hidden_size": 32}))
     said = expect_error("generate", "Hi", "--model", target, "--method", "mtp", "--draft-model", assistant)
     assert "an assistant of another model: the width is 32, and 64 is needed" in said

@@ -65,6 +65,8 @@ def test_every_way_is_priced_and_an_ended_run_is_not_repeated(tmp_path: Path) ->
     assert ways["int8"]["price"]["kl"] < cut["kl"] and ways["int8"]["price"]["bytes_gain"] > 1.2
     assert all(w["gain"] > 0 for w in ways.values()) and ways["int8"]["price"]["predicted_gain"] > 1
     assert "medusa_lossy" in record["unavailable"]
+    assert record["fitted_to"] == (source := known_hardware()["a100-80g"].source)
+    assert source in " ".join((tmp_path / "report.md").read_text("utf-8").split())
     assert {p.name for p in tmp_path.iterdir()} >= {"frontier.json", "frontier.csv", "frontier.png", "report.md"}
     before = (tmp_path / "answers" / "records.jsonl").read_bytes()
     assert run_foretell(*arguments, "--csv").stdout.startswith("way,family,lossless")

@@ -4,9 +4,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -180,3 +182,52 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
     assert "not an image" in expect_error(*of_vision, text)
     assert "no such file" in expect_error(*of_vision, tmp_path / "missing.png")
     assert "names 0 places for images" in expect_error(*of_vision, picture(1), "--raw")
+
+
+def encoded(image: Any, kind: str, **options: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def noise(*shape: int, dtype: Any = np.uint8) -> Any:
+    return Image.fromarray(np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (24, 40, *shape), dtype))
+
+
+PALETTE = noise(3).convert("P", palette=Image.Palette.ADAPTIVE, colors=16)
+FILES = {
+    "transparent": encoded(noise(4), "PNG"),
+    "transparent WebP": encoded(noise(4), "WEBP", lossless=True),
+    "transparent grey": encoded(noise(4).convert("LA"), "PNG"),
+    "transparent colour of a palette": encoded(PALETTE, "PNG", transparency=3),
+    "grey": encoded(noise(), "PNG"),
+    "bits": encoded(noise().convert("1"), "PNG"),
+    "inks": encoded(noise(4).convert("CMYK"), "JPEG"),
+    "first of several": encoded(PALETTE, "GIF", save_all=True, append_images=[PALETTE.rotate(90)]),
+    "one row": encoded(noise(3).resize((300, 1)), "PNG"),
+    "one pixel": encoded(Image.new("RGB", (1, 1), "red"), "PNG"),
+}
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "llava"])
+@pytest.mark.parametrize("kind", FILES)
+def test_files_of_every_kind_are_read_as_transformers_reads_them(family: str, kind: str) -> None:
+    vision, (whole, processor) = model(family).vision, reference(family)
+    assert vision is not None
+    read = vision.read(FILES[kind])
+    image = Image.open(BytesIO(FILES[kind]))
+    inputs = processor(text=IMAGE, images=[image], add_special_tokens=False, return_tensors="pt")
+    assert list(read.tokens) == inputs.pop("input_ids")[0].tolist()
+    del inputs["attention_mask"]
+    with torch.inference_mode():
+        parts = whole.model.get_image_features(**inputs).pooler_output
+    own = torch.cat([part.flatten(0, -2) for part in parts])
+    torch.testing.assert_close(read.embeddings, own, rtol=0, atol=1e-4)
+
+
+def test_greys_of_16_bits_are_those_of_8_bits() -> None:
+    # PNG, third edition, 13.12: a sample is scaled by the ratio of the largest ones, 65535 / 255 = 257.
+    grey, vision = np.array(noise()), model().vision
+    assert vision is not None
+    deep = encoded(Image.fromarray(grey.astype(np.uint16) * 257), "PNG")
+    assert torch.equal(vision.read(deep).embeddings, vision.read(encoded(Image.fromarray(grey), "PNG")).embeddings)

@@ -142,7 +142,8 @@ def test_a_model_in_parts_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for options, message in (
         ({"tensor_parallel": 2}, "needs 2 processes with the same command, found 1.*torchrun --nproc-per-node 2"),
-        ({"tensor_parallel": 2, "pipeline_parallel": 3}, "needs 6 processes"),
+        ({"pipeline_parallel": 3}, "needs 3 processes"),
+        ({"tensor_parallel": 2, "pipeline_parallel": 3}, "either every layer or the list of layers, found 2 .* and 3"),
         ({"pipeline_parallel": 0}, "1 part or more"),
         ({"tensor_parallel": 2, "kv_cache_dtype": "int8"}, "for the own decoder"),
         ({"tensor_parallel": 2, "memory_limit": 1 << 20}, "memory_limit.*for the own decoder"),

@@ -1,7 +1,10 @@
 """Plans without a trained model: a run is driven by hand, or by the engine with a tiny model."""
 
+import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,10 @@ from foretell.load import load
 from foretell.plan import PlanFieldError, PlanRun, SkeletonPlan, parse_plan
 from foretell.plan.base import PlanStep
 from foretell.plan.ordered_text import OrderedText
+from foretell.plan.router import TrainedRouter
 
+TOOLS = Path(__file__).parents[2] / "tools"
+QUESTIONS = TOOLS / "plan_questions.jsonl"
 QUESTION = "What helps?"
 
 
@@ -53,6 +59,7 @@ def test_points_are_continued_side_by_side_and_shown_in_order(model: Model) -> N
     prompts = [model.codec.decode(r.prompt) for r in requests]
     assert [p.rsplit("a:", 1)[1] for p in prompts] == ["1. Sleep:", "2. Walk:"]
     assert all("1. Sleep\n2. Walk" in p and QUESTION in p for p in prompts)
+    assert len({p.rsplit("a:", 1)[0] for p in prompts}) == 1
     assert len({r.sampling_params.seed for r in requests}) == 2 and all(r.stop == ("\n",) for r in requests)
     assert shown(run.observe([(2, update(" Late."))])) == "1. Sleep: "
     assert shown(run.observe([(1, update(" ")), (2, update(" Far.", "stop"))])) == ""
@@ -103,7 +110,7 @@ def test_the_skeleton_ends_where_it_repeats_itself(model: Model) -> None:
 def test_the_router_weighs_letters_against_no_question(
     model: Model, asked: Sequence[float], prior: Sequence[float], takes: bool
 ) -> None:
-    run = model.plan_run(QUESTION, "skeleton")
+    run = model.plan_run(QUESTION, {"type": "skeleton", "router": "prompt"})
     first, second = make(run.start())
     assert QUESTION in model.codec.decode(first.prompt) and "N/A" in model.codec.decode(second.prompt)
     letters = [model.codec.encode(letter)[0] for letter in "ABC"]
@@ -114,6 +121,33 @@ def test_the_router_weighs_letters_against_no_question(
     assert run.observe([(1, answer(prior))]).make_requests is None
     (request,) = make(run.observe([(0, answer(asked))]))
     assert (request is run.task.request) is not takes and (run.report.reason == "") is takes
+
+
+def test_the_trained_router_knows_points_by_the_question_alone(model: Model) -> None:
+    """Questions that it was not trained on, as a person judged them (`tools/plan_questions.jsonl`)."""
+    rows = [json.loads(line) for line in QUESTIONS.read_text("utf-8").splitlines()]
+    router = TrainedRouter.load()
+    judged = {kind: [router.takes_skeleton(r["prompt"]) for r in rows if r["list"] is kind] for kind in (True, False)}
+    assert judged[True].count(True) >= 21 and judged[False].count(False) >= 23
+    run = model.plan_run("What is 125 divided by 5?", "skeleton")
+    assert make(run.start()) == [run.task.request] and "router" in run.report.reason
+
+
+@pytest.mark.parametrize("question", ["Was sind die Vorteile von regelmäßigem Schlaf?", "经常锻炼有什么好处？"])
+def test_the_model_is_asked_where_the_trained_router_knows_few_words(model: Model, question: str) -> None:
+    run = model.plan_run(question, "skeleton")
+    assert [model.codec.decode(r.prompt).count(question) for r in make(run.start())] == [1, 0]
+
+
+def test_the_weights_of_the_router_are_those_of_its_questions() -> None:
+    spec = importlib.util.spec_from_file_location("fit_router", TOOLS / "fit_router.py")
+    assert spec is not None and spec.loader is not None
+    fit_router = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fit_router)
+    wordings, subjects = fit_router.read_wordings()
+    router, shipped = fit_router.fit(wordings, subjects, 0, fit_router.RIDGE), TrainedRouter.load()
+    assert router.weights.keys() == shipped.weights.keys()
+    assert router.weights == pytest.approx(shipped.weights, abs=0.002)
 
 
 def test_stop_strings_are_found_across_points(model: Model) -> None:
@@ -140,7 +174,10 @@ def test_points_of_a_batch_are_as_alone(model: Model) -> None:
         together = model.engine(method, 4, prefix_caching=True).complete(requests)
         alone = [model.engine().complete([request])[0] for request in requests]
         assert [a.tokens for a in together] == [a.tokens for a in alone]
-        assert sum(a.statistics.cached_tokens for a in together) > 150
+        # The head is read once; of each point the target reads what its reply begins with, after the last common token.
+        read = sum(a.statistics.prompt_tokens - a.statistics.cached_tokens for a in together)
+        own = [len(model.codec.encode(reply)) for reply in ("1. Sleep:", "2. Walk:", "3. Eat:")]
+        assert read <= len(requests[0].prompt) + sum(own[1:]) + len(own) - 1
 
 
 def test_a_plan_on_the_engine_is_lossy_and_counts_all_requests(model: Model) -> None:

@@ -12,9 +12,8 @@ from foretell.cli.roofline import app
 from foretell.roofline.analysis import AnalyzedModel, predict_seconds
 from foretell.roofline.arrivals import LoadComparison, Request, StepCosts, advice, poisson_requests, simulate
 from foretell.roofline.hardware import known_hardware
-from foretell.roofline.method_profiles import find_method
+from foretell.roofline.method_profiles import cost_of_profile, find_method
 from foretell.roofline.model_configs import find_model
-from foretell.roofline.plan import cost_of_profile
 from foretell.roofline.published_loads import LoadSetting, compare_loads, load_settings
 from foretell.roofline.runtime import find_runtime
 from foretell.roofline.speculation import DraftShape

@@ -346,7 +346,9 @@ def test_a_forced_calibration_is_noted_in_its_source(tmp_path: Path, monkeypatch
     monkeypatch.setattr(roofline_machine, "probe_timers", lambda *_: iter(timed))
     out = tmp_path / "hardware.toml"
     run_cli("calibrate", "--force", "--no-compare", "--dtype", "bfloat16", "--out", str(out))
-    assert read_hardware_file(out)["this-machine"].source.endswith("while other programs use 63% of the processors")
+    source = read_hardware_file(out)["this-machine"].source
+    assert "fitted to passes of random networks;" in source
+    assert source.endswith("while other programs use 63% of the processors")
 
 
 def test_calibration_times_the_torch_backend_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

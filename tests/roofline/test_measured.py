@@ -1,7 +1,9 @@
 """Profiles from a benchmark: acceptance by depth, shapes, and what a results file must have."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -97,6 +99,44 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("results") / "results.json"
     path.write_text(build_results(rows, settings, {r.competitor: True for r in rows}).model_dump_json(), "utf-8")
     return path
+
+
+def test_speedups_are_predicted_from_the_passes_of_other_questions(results: Path, tmp_path: Path) -> None:
+    """Half as many accepted drafts on the other questions: the prediction follows them, the measured figure stays."""
+
+    def moved(change: Callable[[dict[str, Any]], None], name: str) -> Path:
+        raw = json.loads(results.read_text("utf-8"))
+        change(raw)
+        path = tmp_path / name
+        path.write_text(json.dumps(raw), "utf-8")
+        return path
+
+    def other_questions(raw: dict[str, Any]) -> None:
+        raw["competitors"] = [c for c in raw["competitors"] if not c["name"].startswith("eagle3")]
+        for competitor in raw["competitors"]:
+            for question in competitor["per_question"]:
+                question["question"] = "another"
+            pooled = competitor["pooled"]
+            pooled["tokens_per_pass"] = 1 + (pooled["tokens_per_pass"] - 1) / 2
+            pooled["speedup"] = 99.0
+
+    others = moved(other_questions, "others.json")
+    alone = json.loads(run("compare", results, "-H", "a6000", "--json")[1])
+    (held_out,) = json.loads(run("compare", results, "--passes-of", others, "-H", "a6000", "--json")[1])
+    seen = next(row for row in alone if row["method"] == "ngram")
+    assert held_out["measured"] == seen["measured"] == 2.0
+    assert held_out["tokens_per_pass"] == pytest.approx((seen["tokens_per_pass"] + 1) / 2, abs=1e-3)
+    ratio = held_out["tokens_per_pass"] / seen["tokens_per_pass"]
+    assert held_out["predicted"] == pytest.approx(seen["predicted"] * ratio, rel=1e-2)
+    code, text = run("compare", results, "--passes-of", results, "-H", "a6000")
+    assert code == 1 and "share 1 questions; choose others" in " ".join(text.split())
+
+    def other_model(raw: dict[str, Any]) -> None:
+        other_questions(raw)
+        raw["settings"]["model"] = "llama-3-8b"
+
+    code, text = run("compare", results, "--passes-of", moved(other_model, "model.json"), "-H", "a6000")
+    assert code == 1 and "no method of the same model in common" in " ".join(text.split())
 
 
 def run(*arguments: object) -> tuple[int, str]:

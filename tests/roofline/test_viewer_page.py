@@ -170,7 +170,7 @@ def test_buttons_copy_the_link_and_save_table_and_picture(browser: Any, address:
 
 def test_what_a_prediction_rests_on_is_shown(browser: Any, address: str) -> None:
     open_page(browser, address, "model=llama-3-8b&hardware=a100-80g&method=eagle3")
-    assert "Acceptance published: arXiv 2503.01840: 6.23 tokens per pass on llama-3" in text(browser, "#methods .why")
+    assert "Acceptance published: arXiv 2503.01840: 6.18 tokens per pass on llama-3" in text(browser, "#methods .why")
     plan = run_cli("plan", "llama-3-8b", "--hardware=a100-80g")
     chosen = next(m for m in plan["methods"] if m["method"] == "eagle3")
     assert f"{chosen['low']:.2f} to {chosen['high']:.2f}" in text(browser, "#methods .why")

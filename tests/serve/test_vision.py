@@ -1,7 +1,8 @@
 """Images in chat completions: answers of OpenAI's client, the prefix cache, and errors."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.request import urlopen
 
 import openai
 import pytest
@@ -102,6 +103,44 @@ def test_the_text_of_the_image_token_is_text(server: Server) -> None:
     assert ask(server, user(f"a{IMAGE}b"))["choices"][0]["finish_reason"] == "length"
 
 
+def test_texts_beside_an_image_are_read_whatever_their_type(server: Server) -> None:
+    picture_part = image(data_url(PICTURE))
+    typed = server.post("/tokenize", {"messages": [user(picture_part, TEXT)]}).json()["tokens"]
+    for part in ({"text": TEXT}, {"type": "input_text", "text": TEXT}, {"type": "image", "text": TEXT}):
+        assert server.post("/tokenize", {"messages": [user(picture_part, part)]}).json()["tokens"] == typed
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda url: url.replace("data:image/png;base64,", "DATA:Image/PNG;base64,"),
+        lambda url: url.replace("/", "%2F").replace("+", "%2B").replace("=", "%3D").replace("image%2F", "image/"),
+        lambda url: url[:90] + "\r\n" + url[90:] + "\n",
+    ],
+)
+def test_data_urls_are_read_in_every_spelling(server: Server, write: Callable[[str], str]) -> None:
+    # RFC 2397, and RFC 3986 for case and percents; Python's own reader of data URLs takes the same ones.
+    plain = data_url(PICTURE)
+    url = write(plain)
+    with urlopen(url) as one, urlopen(plain) as other:
+        assert one.read() == other.read()
+    asked = [server.post("/tokenize", {"messages": [user(image(u))]}).json()["tokens"] for u in (url, plain)]
+    assert asked[0] == asked[1]
+
+
+def test_an_image_stays_where_tools_are_written_as_text(server: Server) -> None:
+    # The template writes no tools.
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    history = [
+        user(image(data_url(PICTURE)), TEXT),
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "abc"},
+    ]
+    tokens = server.post("/tokenize", {"messages": history}).json()["tokens"]
+    first = server.post("/tokenize", {"messages": history[:1], "add_generation_prompt": False}).json()["tokens"]
+    assert tokens[: len(first)] == first and IMAGE_TOKEN in first
+
+
 GOOD = image(data_url(PICTURE))
 TEXT_ONLY = "this model reads text only"
 
@@ -149,3 +188,6 @@ def test_a_picture_of_too_many_pixels_is_not_decoded(server: Server, monkeypatch
     monkeypatch.setattr("foretell.model.load.images._MOST_PIXELS", 100)
     error = ask(server, user(image(data_url(picture(9, 16, 16)))))["error"]
     assert error["message"] == "the image has 16 x 16 pixels, and at most 100 are read"
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 100)  # Pillow refuses twice as many
+    error = ask(server, user(image(data_url(picture(10, 16, 16)))))["error"]
+    assert error["message"] == "the image has too many pixels; at most 100 are read"

@@ -13,6 +13,7 @@ from foretell.bench.metrics import (
     question_metrics,
     spec_bench_metrics,
 )
+from foretell.bench.peers.registry import is_peer
 from foretell.bench.schema import BenchResults, BenchSettings, CompetitorResult, QuestionResult
 
 
@@ -39,11 +40,6 @@ def build_results(
         definitions=DEFINITIONS,
         competitors=tuple(competitors),
     )
-
-
-def is_peer(name: str) -> bool:
-    """Whether a competitor of this name is another runtime."""
-    return name.startswith(("transformers-", "llama.cpp-"))
 
 
 def _competitor_result(

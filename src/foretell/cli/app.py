@@ -4,6 +4,8 @@ The module of a command is imported only when the command is called, so that hel
 """
 
 import gc
+import os
+import sys
 from importlib import import_module
 from importlib.metadata import version
 from inspect import getdoc
@@ -137,5 +139,10 @@ def main_options(
 
 def main() -> None:
     """Entry point of the console script."""
+    for name in "stdin", "stdout", "stderr":
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+    if os.environ.get("COLUMNS") == "0":  # not known; rich would write nothing
+        del os.environ["COLUMNS"]
     gc.set_threshold(_OBJECTS)
     app(prog_name="foretell")

@@ -46,6 +46,9 @@ def error_message(error: ValueError | OSError) -> str:
     """What happened and, where it helps, what to do; on one line."""
     if isinstance(error, UnicodeDecodeError):
         return f"the input is not UTF-8 text (byte {error.start}); convert it first"
+    if isinstance(error, UnicodeEncodeError) and error.encoding != "utf-8":
+        text = error.object[error.start : error.end][:20]
+        return f"the output is in {error.encoding}, which cannot write {text!a}; set PYTHONIOENCODING=utf-8"
     if isinstance(error, BrokenPipeError):
         return "the reader of the output has closed it; the rest was not written"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:

@@ -70,7 +70,9 @@ def calibrate_command(
             )
     fits = {name: calibrate.fit_costs(passes) for name, passes in timings.items()}
     file, title = out or user_hardware_file(), machine.device_title(where)
+    steps = f" and steps of {methods} on prompts of its own" if specs else ""
     source = f"{machine.calibration_source()}, spread of {calibrate.ROUNDS} rounds {spread:.1%}"
+    source += f", fitted to passes of random networks{steps}"
     if disturbed:
         source += f"; while {disturbed}"
     stream = measure_bandwidth(where)

@@ -9,7 +9,7 @@ from rich.progress import Progress
 
 from foretell.cli import options
 from foretell.cli.given import refuse_unused
-from foretell.cli.roofline_measured import read_measured
+from foretell.cli.roofline_measured import read_held_out, read_measured
 from foretell.cli.roofline_options import (
     AsCsv,
     AsJson,
@@ -22,6 +22,7 @@ from foretell.roofline import records
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.cli_inputs import GivenDevice
 from foretell.roofline.fit_runtime import refit
+from foretell.roofline.fitted_acceptance import fit_terms, published_tokens, unseen_errors
 from foretell.roofline.hardware import CALIBRATED, known_hardware
 from foretell.roofline.measured import compare_measured, measured_workload
 from foretell.roofline.model_configs import find_model
@@ -33,7 +34,10 @@ from foretell.utils.paths import require_file_place
 
 def published_command(
     ctx: typer.Context,
-    fit: Annotated[str | None, typer.Option(help="Fit this runtime anew to its rows and print its figures.")] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option(help="Fit this runtime, or `acceptance`, anew to its rows and print its figures."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Picture of published against predicted (.png, .svg, .pdf).")] = None,
     loads: Annotated[
         bool, typer.Option("--loads", help="Gains of drafts under load instead, beside their simulation.")
@@ -53,6 +57,13 @@ def published_command(
             ]
         title = "Published and simulated gains under load"
         print_records([records.compared_load_record(c) for c in compared_loads], as_json, as_csv, title)
+        return
+    if fit == "acceptance":
+        fitted = fit_terms(published_tokens())
+        print_records(records.acceptance_records(fitted), as_json, as_csv)
+        if not as_csv and not as_json:
+            unseen = records.unseen_records(fitted.papers, unseen_errors())
+            print_records(unseen, False, False, "Tokens per pass of each paper, predicted from the others")
         return
     if fit is not None:
         print_records([records.runtime_record(refit(find_runtime(fit)))], as_json, as_csv)
@@ -82,12 +93,16 @@ def compare_command(
     draft: Annotated[str | None, typer.Option(help="Draft model, in place of the smallest of the family.")] = None,
     draft_vocab: DraftVocab = None,
     context: Annotated[int | None, typer.Option(help="Cached tokens; by default those of the run.")] = None,
+    passes_of: Annotated[
+        Path | None,
+        typer.Option(help="Results on other questions: their tokens per pass predict the speed-ups of these."),
+    ] = None,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
 ) -> None:
     """Compare the speed-ups of a benchmark with those predicted from its tokens per pass."""
     check_output_options(as_json, as_csv)
-    run, methods = read_measured(results)
+    run, methods = read_measured(results) if passes_of is None else read_held_out(results, passes_of)
     given = GivenDevice(**device)
     if hardware == CALIBRATED and hardware not in known_hardware(given.hardware_file):
         raise ValueError("this machine is not calibrated: run `foretell roofline calibrate` first, or name a device")

@@ -1,7 +1,16 @@
-"""The prompting router of Skeleton-of-Thought (SoT-R): the model says whether a question has independent points."""
+"""The routers of Skeleton-of-Thought (SoT-R): whether the answer to a question has independent points, by the model's
+own judgement or by a trained function.
+"""
 
+import json
 import math
-from dataclasses import replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Self
 
 from foretell.core.sampling import SamplingParams
 from foretell.engine.request import Request, Update
@@ -80,3 +89,49 @@ class Router:
 
 def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -100.0
+
+
+WEIGHTS = Path(__file__).with_name("router.json")
+"""Weights of the trained router, which `tools/fit_router.py` writes."""
+_WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s]|_+")
+_LONG = 30
+"""Words of a question that brings a text along."""
+_LEAST_KNOWN = 1 / 3
+"""Share of a question's words that the trained router must know to judge it."""
+
+
+def word_features(question: str) -> set[str]:
+    """What the trained router sees of an English question: single words (numbers are all alike), pairs of them, and how
+    it begins and ends.
+    """
+    words = _words(question)
+    out = set(words) | {" ".join(pair) for pair in pairwise(words)}
+    out |= {f"^ {' '.join(words[:n])}" for n in (1, 2, 3) if len(words) >= n}
+    return out | {f"{words[-1]} $"} | ({"long"} if len(words) > _LONG else set()) if words else out
+
+
+def _words(question: str) -> list[str]:
+    return ["0" if w.isdigit() else w for w in _WORD.findall(question.lower())]
+
+
+@dataclass(frozen=True)
+class TrainedRouter:
+    """A linear function of a question's words, in place of the paper's tuned RoBERTa: it takes no pass of the model.
+    `weights` by feature; the `bias` is added to their sum.
+    """
+
+    weights: Mapping[str, float]
+    bias: float
+
+    @classmethod
+    @cache
+    def load(cls) -> Self:
+        """The router that ships."""
+        return cls(**json.loads(WEIGHTS.read_text("utf-8")))
+
+    def takes_skeleton(self, question: str) -> bool | None:
+        """Whether the answer has several independent points; None: the question is hardly English."""
+        words = _words(question)
+        if sum(w in self.weights for w in words) < _LEAST_KNOWN * len(words):
+            return None
+        return self.bias + sum(self.weights.get(f, 0.0) for f in word_features(question)) > 0

@@ -11,7 +11,7 @@ from foretell.engine.request import Request, Update
 from foretell.plan.base import Plan, PlanRequest, PlanRun, PlanTask, child_request
 from foretell.plan.ordered_text import Segment
 from foretell.plan.outline import read_skeleton
-from foretell.plan.router import Router
+from foretell.plan.router import Router, TrainedRouter
 
 _TOKENS_PER_POINT = 16
 """Tokens of a skeleton per point; it ends there, and what it has by then counts."""
@@ -21,6 +21,7 @@ _MIN_POINT_TOKENS = 8
 """Room for the continuation of a point that a plan is worth it."""
 _FIRST_TOKENS = 4
 """A continuation does not end before so many tokens: a small model often ends with the point itself."""
+_NO_POINTS = "the router finds no independent points"
 _SKELETON = """\
 Write only the skeleton of an answer, not the answer itself. The skeleton is a numbered list of 3 to {most} points. \
 Each point has 3 to 5 words.
@@ -48,15 +49,18 @@ Question: {question}
 Skeleton of the answer:
 {skeleton}
 
-Explain point {number} in 1 or 2 short sentences. Do not write about the other points."""
+Explain one point of the skeleton in 1 or 2 short sentences. Do not write about the other points."""
+"""Which point it is only the beginning of the reply says: all before it is read once for all points."""
 
 
 class SkeletonPlan(Plan):
     """Skeleton-of-Thought. Lossy: the answer is another one than the model's own."""
 
     type: Literal["skeleton"] = "skeleton"
-    router: Literal["prompt", "off"] = "prompt"
-    """Who decides whether a question gets a skeleton: `prompt` asks the model (SoT-R), `off`: every question does."""
+    router: Literal["trained", "prompt", "off"] = "trained"
+    """Who decides whether a question gets a skeleton (SoT-R): `trained`: a function of its words, or the model
+    where they are hardly English; `prompt`: the model; `off`: every question gets one.
+    """
     max_points: int = Field(8, ge=_MIN_POINTS, le=32)
     max_point_tokens: int = Field(128, ge=_MIN_POINT_TOKENS)
     """Most tokens of the continuation of a point."""
@@ -74,7 +78,7 @@ class SkeletonRun(PlanRun):
     def __init__(self, task: PlanTask, plan: SkeletonPlan) -> None:
         super().__init__(task, plan.type)
         self._plan = plan
-        self._router = Router(task) if plan.router == "prompt" else None
+        self._router: Router | None = None
         self._skeleton_number = -1
         """Of the request that writes the skeleton; -1: it was not made yet."""
         self._points: tuple[str, ...] = ()
@@ -82,9 +86,12 @@ class SkeletonRun(PlanRun):
         """Of the requests whose text is shown, by their number."""
 
     def begin(self) -> list[Request]:
-        """The questions of the router, or the skeleton."""
-        if self._router is None:
-            return self._ask_for_skeleton()
+        """The questions of the router, the skeleton, or the plain answer."""
+        kind = self._plan.router
+        takes = TrainedRouter.load().takes_skeleton(self.task.question) if kind == "trained" else kind == "off" or None
+        if takes is not None:
+            return self._ask_for_skeleton() if takes else self._plain(_NO_POINTS)
+        self._router = Router(self.task)
         requests = self._router.requests()
         return requests if all(map(self.task.fits, requests)) else self._plain("no room for the router's prompt")
 
@@ -100,9 +107,7 @@ class SkeletonRun(PlanRun):
             self._read(request)
         elif self._router is not None and self._router.observe(request.number, update):
             takes = self._router.takes_skeleton
-            self.want(
-                self._ask_for_skeleton if takes else lambda: self._plain("the router finds no independent points")
-            )
+            self.want(self._ask_for_skeleton if takes else lambda: self._plain(_NO_POINTS))
 
     @property
     def ending(self) -> tuple[str, str | int | None]:
@@ -147,9 +152,8 @@ class SkeletonRun(PlanRun):
         tokens = min(self._plan.max_point_tokens, left // len(points))
         if tokens < _MIN_POINT_TOKENS:
             return self._plain("too few tokens for the points")
-        requests = list[Request]()
+        requests, text = list[Request](), _POINT.format(question=self.task.question, skeleton=skeleton)
         for i, point in enumerate(points, 1):
-            text = _POINT.format(question=self.task.question, skeleton=skeleton, number=i)
             prompt = self.task.ask(text, f"{i}. {point}:")
             requests.append(replace(child_request(self.task, prompt, tokens, min_tokens=_FIRST_TOKENS), stop=("\n",)))
         if not all(map(self.task.fits, requests)):

@@ -51,8 +51,9 @@ class AcceptanceByRank:
         return self.ranks[rank] * factor
 
 
-def geometric_acceptance(first: float, source: str, chain: bool = False) -> AcceptanceByRank:
-    """Acceptance `first` for rank 0, then a geometric series over the ranks below that covers 3/4 of the remainder.
+def geometric_acceptance(first: float, source: str, chain: bool = False, decay: float = 1.0) -> AcceptanceByRank:
+    """Acceptance `first` for rank 0, then a geometric series over the ranks below that covers 3/4 of the remainder;
+    `decay`: of `AcceptanceByRank`.
 
     At 0.66 the first five ranks cover 0.9, near what SpecInfer measured for LLaMA-68M drafting LLaMA-7B (0.82 to 0.89).
 
@@ -63,7 +64,7 @@ def geometric_acceptance(first: float, source: str, chain: bool = False) -> Acce
         raise ValueError(f"acceptance must lie between 0 and 1, found {first}")
     # Below one half the series would otherwise start above `first`.
     others = [min(first, REMAINDER_COVERED * (1 - first) * RANK_DECAY**r) for r in range(1, MAX_RANKS)]
-    return AcceptanceByRank((first,) if chain else (first, *others), source)
+    return AcceptanceByRank((first,) if chain else (first, *others), source, decay)
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,16 @@ def best_trees(acceptance: AcceptanceByRank, nodes: int, depth: int) -> BestTree
 
 
 @lru_cache(maxsize=512)
-def fit_acceptance(tokens: float, nodes: int, depth: int, source: str, chain: bool = False) -> AcceptanceByRank:
-    """The `geometric_acceptance` whose best tree of that size yields the given tokens per pass.
+def fit_acceptance(
+    tokens: float, nodes: int, depth: int, source: str, chain: bool = False, decay: float = 1.0
+) -> AcceptanceByRank:
+    """The `geometric_acceptance` with that decay whose best tree of that size yields the given tokens per pass.
 
     Raises:
         ValueError: more tokens than such a tree can yield.
     """
     low, high = 0.0, 1.0
-    highest = best_trees(geometric_acceptance(1.0, source, chain), nodes, depth).tokens[-1]
+    highest = best_trees(geometric_acceptance(1.0, source, chain, decay), nodes, depth).tokens[-1]
     if not 1 <= tokens <= highest:
         raise ValueError(
             f"{tokens:g} tokens per pass cannot come from {nodes} nodes of depth {depth}: "
@@ -104,6 +107,6 @@ def fit_acceptance(tokens: float, nodes: int, depth: int, source: str, chain: bo
         )
     for _ in range(50):
         middle = (low + high) / 2
-        expected = best_trees(geometric_acceptance(middle, source, chain), nodes, depth).tokens[-1]
+        expected = best_trees(geometric_acceptance(middle, source, chain, decay), nodes, depth).tokens[-1]
         low, high = (middle, high) if expected < tokens else (low, middle)
-    return geometric_acceptance(high, source, chain)
+    return geometric_acceptance(high, source, chain, decay)

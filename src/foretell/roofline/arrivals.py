@@ -21,8 +21,8 @@ from foretell.roofline.cost import device_rates, op_costs, total_cost
 from foretell.roofline.drafter_cost import DrafterCost
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.linear_cost import Array
-from foretell.roofline.method_profiles import MethodProfile
-from foretell.roofline.plan import cost_of_profile, profiles_for
+from foretell.roofline.method_profiles import MethodProfile, cost_of_profile
+from foretell.roofline.plan import profiles_for
 from foretell.roofline.speculation import DraftShape, estimate_method
 from foretell.roofline.workload import Phase, SequenceGroup, Workload
 

@@ -5,6 +5,8 @@ import statistics
 from dataclasses import dataclass, replace
 
 from foretell.roofline.acceptance import AcceptanceByRank, fit_acceptance
+from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.fitted_acceptance import features, stored_fit
 from foretell.roofline.method_profiles import MethodProfile, method_profiles
 from foretell.roofline.published_rows import PublishedRow, published_rows
 
@@ -50,23 +52,23 @@ def measured_tokens(profile: MethodProfile, target: str, draft_model: str = "") 
 
 
 def _fits(row: PublishedRow, profile: MethodProfile, draft_model: str) -> bool:
-    if row.method != profile.name or row.measure != "speedup" or row.tau <= 1 or row.tau_basis:
+    if row.method != profile.name or row.measure != "speedup" or row.tau <= 1 or row.tau_basis or row.drafter:
         return False
-    if "temperature 1" in row.source or row.draft != (draft_model if profile.draft == "model" else ""):
+    if row.temperature or row.draft != (draft_model if profile.draft == "model" else ""):
         return False
     return (row.nodes, row.depth) == (profile.largest or (profile.nodes, profile.depth))
 
 
-def profile_for_target(profile: MethodProfile, target: str, draft_model: str) -> MethodProfile:
-    """The profile with the acceptance published for this target or its family, where there is any.
+def profile_for_target(profile: MethodProfile, target: AnalyzedModel, draft_model: str) -> MethodProfile:
+    """The profile with the acceptance published for this target or its family, or else fitted to its size.
 
-    A profile with acceptance of its own, given or measured, is kept.
+    A profile with acceptance of its own, given or measured, is kept; so is one whose drafter was not fitted.
     """
     if profile != method_profiles().get(profile.name):
         return profile
-    published = measured_tokens(profile, target, draft_model)
+    published = measured_tokens(profile, target.name, draft_model)
     if published is None:
-        return profile
+        return _fitted(profile, target)
     spread = profile.spread if published.spread is None else published.spread
     chosen = replace(profile, basis="published", spread=spread)
     if profile.shape == "fixed":
@@ -74,3 +76,16 @@ def profile_for_target(profile: MethodProfile, target: str, draft_model: str) ->
     nodes, depth = profile.largest or (profile.nodes, profile.depth)
     fitted = fit_acceptance(published.tokens, nodes, depth, published.source, profile.shape == "chain")
     return replace(chosen, acceptance=fitted)
+
+
+def _fitted(profile: MethodProfile, target: AnalyzedModel) -> MethodProfile:
+    """The profile with the fitted acceptance of a layer or heads on the target's states, else as it is.
+
+    Draft models are left out: all their figures are of llama-68m.
+    """
+    fit = stored_fit()
+    if profile.draft not in ("heads", "layer") or profile.name not in fit.drafters:
+        return profile
+    source = f"fitted to {sum(fit.papers.values())} figures of {len(fit.papers)} publications by size and vocabulary"
+    acceptance = fit.acceptance(features(profile, profile.name, target, None), profile.name, False, source)
+    return replace(profile, basis="fitted", acceptance=acceptance)

@@ -12,8 +12,7 @@ from foretell.roofline.cost import device_rates, op_costs, scalar, total_cost
 from foretell.roofline.drafting_time import DraftingTime
 from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import Hardware
-from foretell.roofline.method_profiles import MethodProfile, find_method, with_draft_vocab
-from foretell.roofline.plan import cost_of_profile
+from foretell.roofline.method_profiles import MethodProfile, cost_of_profile, find_method, with_draft_vocab
 from foretell.roofline.speculation import DraftShape, estimate_method
 from foretell.roofline.workload import Phase, SequenceGroup, Workload
 

@@ -8,7 +8,8 @@ from importlib import resources
 from typing import Any
 
 from foretell.roofline.acceptance import AcceptanceByRank, fit_acceptance, geometric_acceptance
-from foretell.roofline.drafter_cost import DraftKind
+from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.drafter_cost import DrafterCost, DraftKind, drafter_cost
 from foretell.roofline.names import look_up
 
 ACCEPTED_SPREAD = 0.2
@@ -101,6 +102,17 @@ def _profile(name: str, raw: Mapping[str, Any]) -> MethodProfile:
         largest=(raw["nodes"], raw["depth"]) if fitted else None,
         **{key: raw[key] for key in ("share", "heads", "nodes", "depth", "tokens", "vocab", "keys") if key in raw},
     )  # fmt: skip
+
+
+def cost_of_profile(
+    profile: MethodProfile, target: AnalyzedModel, draft_model: AnalyzedModel | None = None
+) -> DrafterCost | None:
+    """The drafting cost of a method for a target.
+
+    Raises:
+        ValueError: a draft model is needed and none is given or known, or its vocabulary differs.
+    """
+    return drafter_cost(profile.draft, target, draft_model, profile.share, profile.heads, profile.vocab, profile.keys)
 
 
 def with_acceptance(profile: MethodProfile, acceptance: AcceptanceByRank, basis: str) -> MethodProfile:

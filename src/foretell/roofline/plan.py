@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from foretell.roofline.acceptance import AcceptanceByRank
 from foretell.roofline.analysis import AnalyzedModel, analyse
 from foretell.roofline.cost import scalar
-from foretell.roofline.drafter_cost import DrafterCost, default_draft_model, drafter_cost
+from foretell.roofline.drafter_cost import DrafterCost, default_draft_model
 from foretell.roofline.family_acceptance import profile_for_target
 from foretell.roofline.hardware import Hardware
-from foretell.roofline.method_profiles import MethodProfile, method_profiles, profile_for_draft
+from foretell.roofline.method_profiles import MethodProfile, cost_of_profile, method_profiles, profile_for_draft
 from foretell.roofline.offload import PlacedOffload, resident_bytes
 from foretell.roofline.speculation import (
     MAX_NODES,
@@ -62,25 +62,13 @@ class SpeculationPlan:
         return f"Use {top.profile.name}{shape}: {gain}."
 
 
-def cost_of_profile(
-    profile: MethodProfile, target: AnalyzedModel, draft_model: AnalyzedModel | None = None
-) -> DrafterCost | None:
-    """The drafting cost of a method for a target.
-
-    Raises:
-        ValueError: a draft model is needed and none is given or known, or its vocabulary differs.
-    """
-    return drafter_cost(profile.draft, target, draft_model, profile.share, profile.heads, profile.vocab, profile.keys)
-
-
 def profiles_for(
     target: AnalyzedModel, profiles: Mapping[str, MethodProfile], draft_model: AnalyzedModel | None
 ) -> dict[str, MethodProfile]:
     """The methods with the acceptance published for the target, or for the draft model that each would use."""
     draft = draft_model.name if draft_model else default_draft_model(target.name) or ""
     return {
-        name: profile_for_target(profile_for_draft(profile, draft), target.name, draft)
-        for name, profile in profiles.items()
+        name: profile_for_target(profile_for_draft(profile, draft), target, draft) for name, profile in profiles.items()
     }
 
 

@@ -7,13 +7,13 @@ from functools import cache
 
 from foretell.roofline.analysis import AnalyzedModel, analyse, predict_seconds
 from foretell.roofline.cost import scalar
+from foretell.roofline.fitted_acceptance import fit_without
 from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import Hardware, known_hardware, memory_tier
-from foretell.roofline.method_profiles import find_method
+from foretell.roofline.method_profiles import cost_of_profile, find_method
 from foretell.roofline.model_configs import find_model
 from foretell.roofline.offload import Offload, apply_offload, place_offload, share_outside
-from foretell.roofline.plan import cost_of_profile
-from foretell.roofline.published_rows import PublishedRow, published_groups, published_rows
+from foretell.roofline.published_rows import PublishedRow, published_goals, published_groups, published_rows
 from foretell.roofline.runtime import Runtime, find_runtime
 from foretell.roofline.speculation import DraftShape, estimate_method
 from foretell.roofline.workload import Workload
@@ -58,20 +58,34 @@ def _offloaded_seconds(model: AnalyzedModel, hardware: Hardware, workload: Workl
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A measurement and its prediction."""
+    """A measurement and its prediction.
+
+    tokens: per pass, predicted from the other papers' (None: no speed-up, or none of them has the drafter).
+    from_tokens: the prediction with these in place of the published ones.
+    """
 
     row: PublishedRow
     predicted: float
+    tokens: float | None = None
+    from_tokens: float | None = None
 
     @property
     def error(self) -> float:
         """Relative to the published figure."""
         return self.predicted / self.row.published - 1
 
+    @property
+    def error_from_tokens(self) -> float | None:
+        """Relative to the published figure, with predicted tokens per pass."""
+        return None if self.from_tokens is None else self.from_tokens / self.row.published - 1
+
 
 @dataclass(frozen=True)
 class GroupErrors:
-    """Errors of one group, of the rows that nothing was fitted to: their number, and |error|; `bias`: median error."""
+    """Errors of one group, of the rows that nothing was fitted to: their number, and |error|; `bias`: median error.
+
+    unseen: those with predicted tokens per pass; unseen_median: their |error| with these. goal: for that, or None.
+    """
 
     group: str
     checked: int
@@ -79,22 +93,36 @@ class GroupErrors:
     median: float
     worst: float
     bias: float
+    unseen: int
+    unseen_median: float | None
+    goal: float | None
 
 
 def compare_published() -> list[ComparedRow]:
     """Every measurement with its prediction."""
-    return [ComparedRow(row, predict_row(row)) for row in published_rows()]
+    return [_compare(row) for row in published_rows()]
+
+
+def _compare(row: PublishedRow) -> ComparedRow:
+    tokens = fit_without(row.paper).tokens(row) if row.method else None
+    return ComparedRow(row, predict_row(row), tokens, None if tokens is None else predict_row(replace(row, tau=tokens)))
 
 
 def group_errors(compared: Sequence[ComparedRow]) -> list[GroupErrors]:
     """The errors by group; rows that were fitted to are only counted."""
     by_group = []
     for group in published_groups():
-        errors = [c.error for c in compared if c.row.group == group and not c.row.fit]
-        fitted = sum(c.row.group == group and c.row.fit for c in compared)
+        checked = [c for c in compared if c.row.group == group and not c.row.fit]
+        if not checked:
+            continue
+        errors = [c.error for c in checked]
         sizes = [abs(e) for e in errors]
-        if errors:
-            by_group.append(
-                GroupErrors(group, len(errors), fitted, statistics.median(sizes), max(sizes), statistics.median(errors))
+        unseen = [abs(e) for c in checked if (e := c.error_from_tokens) is not None]
+        by_group.append(
+            GroupErrors(
+                group, len(checked), sum(c.row.group == group and c.row.fit for c in compared),
+                statistics.median(sizes), max(sizes), statistics.median(errors),
+                len(unseen), statistics.median(unseen) if unseen else None, published_goals().get(group),
             )
+        )  # fmt: skip
     return by_group

@@ -11,9 +11,8 @@ from typing import Any, Literal
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.arrivals import LoadComparison, Request, StepCosts, simulate
 from foretell.roofline.hardware import known_hardware
-from foretell.roofline.method_profiles import find_method
+from foretell.roofline.method_profiles import cost_of_profile, find_method
 from foretell.roofline.model_configs import find_model
-from foretell.roofline.plan import cost_of_profile
 from foretell.roofline.runtime import Runtime, find_runtime
 from foretell.roofline.speculation import DraftShape
 from foretell.roofline.workload import Workload

@@ -1,5 +1,6 @@
 """The published measurements of published.toml."""
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,8 +35,21 @@ class PublishedRow:
     depth: int = 0
     tau: float = 0.0
     tau_basis: str = ""
+    task: str = ""
+    temperature: float = 0.0
+    drafter: str = ""
     offload: bool = False
     fit: bool = False
+
+    @property
+    def paper(self) -> str:
+        """The publication: the source up to the first comma, colon or semicolon."""
+        return re.split("[,:;]", self.source)[0]
+
+    @property
+    def states_tokens(self) -> bool:
+        """Whether the tokens per pass are a published figure."""
+        return self.tau > 1 and not self.tau_basis.startswith("assumed")
 
 
 @cache
@@ -46,6 +60,11 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
 def published_groups() -> Mapping[str, str]:
     """The groups of measurements, and what each is about."""
     return {name: str(entry["about"]) for name, entry in _table().items()}
+
+
+def published_goals() -> Mapping[str, float]:
+    """The groups of speed-ups with a goal for the median error at predicted tokens per pass, and the goal."""
+    return {name: float(entry["goal"]) for name, entry in _table().items() if "goal" in entry}
 
 
 @cache

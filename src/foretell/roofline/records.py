@@ -2,6 +2,7 @@
 
 import csv
 import io
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from foretell.roofline.analysis import Analysis, AnalyzedModel
 from foretell.roofline.arrivals import LoadComparison
 from foretell.roofline.calibrate import PredictionCheck
 from foretell.roofline.cost import CostBreakdown, OpCost, scalar
+from foretell.roofline.fitted_acceptance import AcceptanceFit
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.measured import MeasuredRow
 from foretell.roofline.model_variants import ModelVariant
@@ -176,7 +178,8 @@ def published_record(c: ComparedRow) -> dict[str, Any]:
     return {
         "model": r.model, "hardware": r.hardware, "method": r.method or "plain", "measure": r.measure,
         "published": r.published, "predicted": c.predicted, "error_percent": round(100 * c.error, 1),
-        "group": r.group, "used": "fitted" if r.fit else "checked", **workload, **drafted,
+        "predicted_tau": c.tokens, "error_percent_from_it": _percent(c.error_from_tokens),
+        "group": r.group, "used": "fitted" if r.fit else "checked", **workload, **drafted, "task": r.task,
         "runtime": r.runtime, "tau_basis": r.tau_basis, "source": r.source,
     }  # fmt: skip
 
@@ -186,8 +189,35 @@ def group_record(g: GroupErrors) -> dict[str, Any]:
     return {
         "group": g.group, "median_error_percent": round(100 * g.median, 1),
         "worst_error_percent": round(100 * g.worst, 1), "checked": g.checked, "fitted": g.fitted,
-        "median_bias_percent": round(100 * g.bias, 1),
+        "median_bias_percent": round(100 * g.bias, 1), "unseen": g.unseen,
+        "unseen_median_percent": _percent(g.unseen_median), "goal_percent": _percent(g.goal),
     }  # fmt: skip
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else round(100 * share, 1)
+
+
+def acceptance_records(fit: AcceptanceFit) -> list[dict[str, Any]]:
+    """What acceptance was fitted to, its factors by depth and its terms."""
+    tables = (("figures of", fit.papers), ("factor by depth of", fit.decay), ("term", fit.terms))
+    return [
+        {"what": what, "name": name, "value": round(value, 4)}
+        for what, table in tables
+        for name, value in table.items()
+    ]
+
+
+def unseen_records(figures: Mapping[str, int], errors: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """Errors of the tokens per pass of papers that the fit has not seen, in percent; figures: of each paper."""
+    return [
+        {
+            "paper": paper, "figures": figures[paper], "predicted": len(sizes),
+            "median_error_percent": _percent(statistics.median(sizes) if sizes else None),
+            "worst_error_percent": _percent(max(sizes, default=None)),
+        }
+        for paper, sizes in errors.items()
+    ]  # fmt: skip
 
 
 def runtime_record(runtime: Runtime) -> dict[str, Any]:

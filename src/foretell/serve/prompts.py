@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+from urllib.parse import unquote_to_bytes
 
 from foretell.model.load.images import ReadImage, VisionLanguage
 from foretell.model.run.runner import PromptImages
@@ -231,6 +232,7 @@ def context_exceeded(what: str, context: int, param: str) -> ApiError:
 def _data_of(url: str, place: str) -> bytes:
     """The content of a data URL."""
     head, _, data = url.partition(",")
+    head = head.lower().rstrip()
     if not head.startswith("data:"):
         raise bad_request(
             f"an image is given as a data URL (data:image/png;base64,...), and this server fetches nothing; found "
@@ -240,7 +242,7 @@ def _data_of(url: str, place: str) -> bytes:
     try:
         if not head.endswith(";base64"):
             raise ValueError
-        return b64decode(data, validate=True)
+        return b64decode(b"".join(unquote_to_bytes(data).split()), validate=True)
     except ValueError as error:
         raise bad_request("the data URL of an image is no base64 (data:image/png;base64,...)", place) from error
 
@@ -250,11 +252,11 @@ def _is_of_tools(message: ChatMessage) -> bool:
 
 
 def _plain(number: int, message: ChatMessage, template: str, as_text: bool) -> dict[str, Any]:
-    """A message as its chat template reads it: a developer's is a system message; contents are texts (always where
-    `as_text`) or parts, and arguments of calls objects or texts.
+    """A message as its chat template reads it: a developer's is a system message; contents are texts (where
+    `as_text`: all without images) or parts, and arguments of calls objects or texts.
     """
     content: Any = message.text
-    if isinstance(message.content, list) and not as_text and (message.images or reads_parts(template)):
+    if isinstance(message.content, list) and (message.images or (not as_text and reads_parts(template))):
         content = [part if "text" in part else {"type": "image"} for part in message.content]
     calls = [
         {"type": "function", "function": _called(number, call.function, template), **(call.model_extra or {})}

@@ -21,6 +21,7 @@ from foretell.lab.quantize.evaluate import compare
 from foretell.load import load, open_checkpoint
 from foretell.model.load.build import build_block
 from helpers import chain_tree, random_tokens
+from vision import vision_model
 
 AMOUNT = {
     **dict.fromkeys(("magnitude", "wanda", "sparsegpt"), ("--pattern", "2:4")),
@@ -364,6 +365,17 @@ def test_the_answer_of_its_source_stays_the_same_when_it_drafts(method: str, tmp
 def test_bad_input_is_one_sentence(method: str, given: list[str], said: str, tmp_path: Path) -> None:
     assert said in expect_error(*arguments(tmp_path / "out", method, *given))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_multimodal_model_is_refused_before_the_work(tmp_path: Path) -> None:
+    # One line: no block is done, and no text read.
+    for command in (
+        ("compress", "--method", "wanda", "--sparsity", "0.5"),
+        ("quantize", "--type", "Q4_0"),
+        ("train", "matformer"),
+    ):
+        said = expect_error(*command, vision_model("smolvlm"), "--out", tmp_path / "out")
+        assert "a multimodal model; give a directory of its language model alone" in said
 
 
 def test_other_outputs_and_models_are_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ GROUPS = {
     **{name: tuple(f"{name}-{mode}" for mode in runtime.modes[:2]) for name, runtime in isolated.RUNTIMES.items()},
 }
 """Peers that the bare name of a runtime selects."""
+_MODES = *TRANSFORMERS, *LLAMA_CPP, *isolated.MODES
 _ASSISTED = {"transformers": "transformers-assisted"} | {
     name: f"{name}-draft" for name, runtime in isolated.RUNTIMES.items() if "draft" in runtime.modes
 }
@@ -51,8 +52,7 @@ def expand_names(names: Sequence[str], dtype: str, has_draft_model: bool) -> lis
     Raises:
         ValueError: an unknown name (the nearest is suggested).
     """
-    known = [*GROUPS, *TRANSFORMERS, *(f"{n}/{p}" for n in LLAMA_CPP for p in PRECISIONS), *LLAMA_CPP]
-    known += isolated.MODES
+    known = [*GROUPS, *(f"{n}/{p}" for n in LLAMA_CPP for p in PRECISIONS), *_MODES]
     out: dict[str, None] = {}
     for name in names:
         if name not in known:
@@ -62,6 +62,11 @@ def expand_names(names: Sequence[str], dtype: str, has_draft_model: bool) -> lis
         for member in members:
             out[member if "/" in member else f"{member}/{_precision(member, dtype)}"] = None
     return list(out)
+
+
+def is_peer(name: str) -> bool:
+    """Whether a competitor of this name, `name/precision`, is another runtime."""
+    return name.split("/")[0] in _MODES
 
 
 def drafts_with_model(name: str) -> bool:

@@ -119,10 +119,12 @@ def frontier(
     tables = {"Gain and price": frontier_table(results), "Not run": unavailable_table(opened.unavailable)}
     record = {
         "settings": settings.model_dump(), "machine": describe_machine(device), "unavailable": opened.unavailable,
-        "hardware": None if chosen is None else chosen.title,
+        "hardware": None if chosen is None else chosen.title, "fitted_to": None if chosen is None else chosen.source,
         "ways": [r.model_dump() | {"prediction_error": r.prediction_error} for r in ordered(results)],
     }  # fmt: skip
     conditions = f"{settings.tasks}, {len(questions)} questions, at most {max_new_tokens} new tokens, {count} threads."
+    if chosen is not None:
+        conditions += f" Predicted for {chosen.title}: {chosen.source}."
     files = {
         "frontier.json": json.dumps(record, indent=1).encode(),
         "frontier.csv": as_csv(results).encode(),

@@ -19,6 +19,7 @@ from foretell.lab.cli.quantize import (
     format_comparison,
 )
 from foretell.lab.cli.sparsity import open_source, read_calibration_text
+from foretell.lab.quantize.directory import written_config
 from foretell.lab.sparsify.nested import write_nested
 
 
@@ -50,6 +51,7 @@ def matformer(
     console = Console(file=sys.stderr)
     check_output(out, force)
     source = open_source(model, "nested")
+    written_config(source.folder, source.config)
     calibration_text = read_calibration_text(source, text, calibration_tokens, held_back_tokens, seed, console)
     with console.status("reading activations") as status:
         size = write_nested(

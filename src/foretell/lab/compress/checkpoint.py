@@ -59,7 +59,7 @@ def slice_tensors(
 def write_checkpoint(source: Source, config: ModelConfig, kept: list[int], changed: ChangedBlocks, part: Path) -> None:
     """Write the model of a configuration, which has the blocks `kept` of the source."""
     dtype = dtype_of(source)
-    folder = source.path if source.path.is_dir() else None
+    folder = source.folder
     raw = {} if folder is None else read_json(folder / "config.json")
     further = _further_keys(source.config, config, raw, kept, str(dtype).removeprefix("torch."))
     directory = CheckpointDirectory(part, config, dtype, folder, source.codec, further)

@@ -39,6 +39,7 @@ from foretell.lab.compress.sparsity import Pattern, Sparsity
 from foretell.lab.compress.unfinished import UnfinishedResult, text_digest
 from foretell.lab.quantize.base import Role, linears, set_matrix
 from foretell.lab.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
+from foretell.lab.quantize.directory import written_config
 from foretell.lab.quantize.job import Source
 from foretell.lab.quantize.layout import EMBEDDING, shapes_of
 from foretell.model.config.compressed import LowRank
@@ -98,6 +99,7 @@ def plan(
     """
     if method not in METHODS:
         raise unknown("method", method, METHODS)
+    written_config(source.folder, source.config)
     if bits is not None and method != SPARSEGPT:
         raise ValueError(f"--bits rounds the weights that sparsegpt keeps, found --method {method}; leave it out")
     if allocation is not None:

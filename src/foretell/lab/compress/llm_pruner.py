@@ -91,9 +91,13 @@ def removals(config: ModelConfig, share: float) -> list[tuple[int, int]]:
     both = [(heads, round((total - heads * per_head) / per_channel / step) * step) for heads in range(config.kv_heads)]
     fitting = [(heads, channels) for heads, channels in both if 0 <= channels < config.ffn and heads + channels]
     if not fitting:
+        one = [per_head] * (config.kv_heads > 1) + [step * per_channel] * (config.ffn > step)
+        most = (config.kv_heads - 1) * per_head + (config.ffn - step) * per_channel
+        least, most = min(one, default=0) / sum(numbers.values()), most / sum(numbers.values())
         raise ValueError(
             f"--sparsity {share:g}: llm_pruner removes heads and channels from every block, the latter in steps of "
-            f"{step} of {config.ffn}, and keeps some of both; name a share that is neither less nor more"
+            f"{step} of {config.ffn}, and keeps some of both; "
+            + (f"name a share from {least:.2g} to {most:.2g}" if one else "this model has too few, use another method")
         )
     return fitting
 

@@ -13,10 +13,10 @@ from foretell.roofline.drafting_time import DraftingTime
 from foretell.roofline.formats import NumberFormat, parse_format
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.measured import PLAIN, MeasuredMethod, calibrated_speedup
-from foretell.roofline.method_profiles import method_profiles, profile_of_method
+from foretell.roofline.method_profiles import cost_of_profile, method_profiles, profile_of_method
 from foretell.roofline.model_variants import early_exit
 from foretell.roofline.op_graph import Op, OpGraph
-from foretell.roofline.plan import cost_of_profile, profiles_for
+from foretell.roofline.plan import profiles_for
 from foretell.roofline.speculation import estimate_method
 from foretell.roofline.workload import Workload, phases, workload_sizes
 

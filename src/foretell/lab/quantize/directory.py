@@ -27,6 +27,19 @@ _COPIED = (
 )  # fmt: skip
 
 
+def written_config(source: Path | None, config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """The configuration of a directory that is written: that of the directory `source`, or made from `config`. Ask for
+    it before hours of work, to learn whether there is one.
+
+    Raises:
+        ValueError: the model is multimodal, or there is no source and it cannot be described as a Llama model.
+    """
+    raw = llama_config(config, dtype) if source is None else read_json(source / "config.json")
+    if "text_config" in raw:
+        raise ValueError(f"{source}: a multimodal model; give a directory of its language model alone")
+    return raw
+
+
 class CheckpointDirectory:
     """A directory that is being written.
 
@@ -34,7 +47,7 @@ class CheckpointDirectory:
     `codec`. `further`: keys that are set in the configuration.
 
     Raises:
-        ValueError: the model is multimodal, or there is no source and it cannot be described as a Llama model.
+        ValueError: as `written_config`.
     """
 
     def __init__(
@@ -47,9 +60,7 @@ class CheckpointDirectory:
         further: Mapping[str, Any],
     ) -> None:
         self._path, self._offset, self._dtype = path, config.norm_offset, dtype
-        raw = llama_config(config, dtype) if source is None else read_json(source / "config.json")
-        if "text_config" in raw:
-            raise ValueError(f"{source}: a multimodal model; give a directory of its language model alone")
+        raw = written_config(source, config, dtype)
         for key in ("compression_config", "quantization_config", COMPRESSED_BY):
             raw.pop(key, None)
         raw.update(further)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from foretell.lab.quantize.base import InputStatistics, Quantizer, Role, linears
 from foretell.lab.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
-from foretell.lab.quantize.directory import QuantizedDirectory
+from foretell.lab.quantize.directory import QuantizedDirectory, written_config
 from foretell.lab.quantize.evaluate import compare
 from foretell.lab.quantize.gguf_file import GGUFFile, embedding_kind
 from foretell.lab.quantize.gguf_grids import FALLBACK, GGUF_GRIDS, GGUFGrid
@@ -82,6 +82,11 @@ class Source:
         require_supported(config, name, action)
         return Source(name, path, config, weights, read_codec(), eos)
 
+    @property
+    def folder(self) -> Path | None:
+        """Its directory; None: it is a GGUF file."""
+        return self.path if self.path.is_dir() else None
+
     def compare_with(self, path: Path, tokens: Int[torch.Tensor, "b s"]) -> Comparison:
         """The next-token distributions of what was made of the model beside its own."""
         made = open_checkpoint(path)
@@ -112,7 +117,8 @@ def plan(source: Source, out: Path, kind: str, group: int | None) -> Target:
     """Choose the grids.
 
     Raises:
-        ValueError: an unknown type, a group that does not divide the inputs, or rows that are no whole blocks.
+        ValueError: an unknown type, a group that does not divide the inputs, rows that are no whole blocks, or a model
+            that no directory can hold.
     """
     inputs = {role: inputs for role, (_, inputs) in shapes_of(source.config).items()}
     if kind not in GGUF_GRIDS:
@@ -129,6 +135,7 @@ def plan(source: Source, out: Path, kind: str, group: int | None) -> Target:
         raise ValueError(
             f"--type {kind}: a directory holds {', '.join(_DIRECTORY_TYPES)}; name a .gguf file for other types"
         )
+    written_config(source.folder, source.config)
     fitting = [g for g in _GROUPS if not any(n % g for n in inputs.values())]
     group = group or (fitting or _GROUPS)[0]
     wrong = next(((role, n) for role, n in inputs.items() if n % group), None)
@@ -182,8 +189,7 @@ def quantize_model(
 def _open_output(part: Path, source: Source, target: Target) -> Output:
     grid = target.roles["qkv"]
     if isinstance(grid, IntegerGrid):
-        folder = source.path if source.path.is_dir() else None
-        return QuantizedDirectory(part, source.config, grid, folder, source.codec)
+        return QuantizedDirectory(part, source.config, grid, source.folder, source.codec)
     file = None if source.path.is_dir() else GGUF(source.path)
 
     def grid_of(entry: TensorEntry) -> GGUFGrid:

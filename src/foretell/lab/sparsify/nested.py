@@ -54,10 +54,9 @@ def write_nested(
     """
     c, size = source.config, prefix_size(extract, source.config.ffn)
     dtype = torch.float32 if source.weights.storage == "float32" else torch.bfloat16
-    folder = source.path if source.path.is_dir() else None
     further = {"intermediate_size": size, "torch_dtype": str(dtype).removeprefix("torch.")}
     with whole(out) as part:
-        directory = CheckpointDirectory(part, replace(c, ffn=size), dtype, folder, source.codec, further)
+        directory = CheckpointDirectory(part, replace(c, ffn=size), dtype, source.folder, source.codec, further)
         directory.add(EMBEDDING, source.weights.require(EMBEDDING, c.vocab, c.hidden))
         for name, tensor in _blocks(source, tokens, size, progress):
             directory.add(name, tensor)

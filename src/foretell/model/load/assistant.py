@@ -127,7 +127,8 @@ def _head(
     matrix: Callable[[str, int, int], Function],
     target: NativeDecoder | Decoder,
 ) -> Function:
-    name = "lm_head" if weights.get("lm_head.weight") is not None else EMBEDDING.removesuffix(".weight")
+    is_own = not read.flag("tie_word_embeddings", default=True) or weights.get("lm_head.weight") is not None
+    name = "lm_head" if is_own else EMBEDDING.removesuffix(".weight")
     if not read.flag("use_ordered_embeddings", default=False):
         return matrix(name, config.vocab, config.hidden)
     groups = read.integer("num_centroids", default=2048, least=1, most=config.vocab)

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -160,9 +161,24 @@ def _open(data: bytes) -> Any:
     except ImportError as error:
         raise ValueError("images need Pillow: pip install pillow") from error
     try:
-        image = Image.open(BytesIO(data), formats=FORMATS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is lower
+            image = Image.open(BytesIO(data), formats=FORMATS)
         if image.width * image.height <= _MOST_PIXELS:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return _in_rgb(ImageOps.exif_transpose(image))
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"the image has too many pixels; at most {_MOST_PIXELS:,} are read") from error
     except Exception as error:  # A damaged file raises nearly anything.
         raise ValueError(f"not an image that can be read; give one of {', '.join(FORMATS)}") from error
     raise ValueError(f"the image has {image.width} x {image.height} pixels, and at most {_MOST_PIXELS:,} are read")
+
+
+def _in_rgb(image: Any) -> Any:
+    """The image on white, as transformers' processors show it; greys of 16 bits, which Pillow cuts, in 8 bits."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        image = Image.fromarray(((np.asarray(image).astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("RGB")

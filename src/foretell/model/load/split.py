@@ -42,7 +42,7 @@ _IDLE = timedelta(days=365)
 
 @dataclass(frozen=True)
 class Split:
-    """The parts of a model, a process each: `tensor` of every layer times `pipeline` of the list of layers."""
+    """The parts of a model, a process each: `tensor` of every layer, or `pipeline` of the list of layers."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -73,6 +73,11 @@ def load_split(path: Path, dtype: torch.dtype, device: torch.device, split: Spli
     if min(split.tensor, split.pipeline) < 1:
         raise ValueError(
             f"a model has 1 part or more, found {split.tensor} of every layer and {split.pipeline} of layers"
+        )
+    if min(split.tensor, split.pipeline) > 1:  # its plan names the layers that the pipeline gave to other processes
+        raise ValueError(
+            f"transformers splits either every layer or the list of layers, found {split.tensor} parts of the one and "
+            f"{split.pipeline} of the other; name one of tensor_parallel and pipeline_parallel"
         )
     _meet(device, split)
     try:

@@ -6,9 +6,9 @@ from typing import Any
 
 from foretell.roofline.arrivals import LoadComparison, LoadResult, StepCosts, advice, drafts_text, load_costs, simulate
 from foretell.roofline.drafter_cost import default_draft_model
-from foretell.roofline.method_profiles import MethodProfile
+from foretell.roofline.method_profiles import MethodProfile, cost_of_profile
 from foretell.roofline.model_variants import model_variants
-from foretell.roofline.plan import cost_of_profile, estimates_by_batch, profiles_for, rank_methods
+from foretell.roofline.plan import estimates_by_batch, profiles_for, rank_methods
 from foretell.roofline.report import format_number, format_seconds
 from foretell.roofline.speculation import MethodEstimate
 from foretell.roofline.viewer.charts import Axes, Curve, chart

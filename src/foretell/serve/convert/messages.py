@@ -80,7 +80,8 @@ def _messages(message: InputMessage, param: str) -> list[dict[str, Any]]:
         elif kind == "thinking":
             thoughts.append(string_of(block, "thinking", place))
         elif kind != "redacted_thinking":
-            raise bad_request(f"a block of text or of a tool was expected, found {show(kind)}", place)
+            what = f"a block of text or of a tool was expected, found {show(kind)}"
+            raise bad_request(f"{what}; images are read in /v1/chat/completions", place)
     if results and not texts:
         return results
     turn: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}

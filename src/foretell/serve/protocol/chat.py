@@ -17,7 +17,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 def _parts(value: Any) -> Any:
-    """The content of a message, whose parts are texts and images: `url` is the address of one."""
+    """The content of a message, whose parts are texts, of the type that templates know, and images with their `url`."""
     if not isinstance(value, list):
         return value
     parts = list[Mapping[str, Any]]()
@@ -33,7 +33,7 @@ def _parts(value: Any) -> Any:
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise ValueError(f"part {number} is neither a text nor an image_url; found {show(kind)}")
-        parts.append(part if "text" in part else {"type": "text", "text": text})
+        parts.append({**part, "type": "text", "text": text})
     return parts
 
 

@@ -41,6 +41,8 @@ def _joined_results(messages: Sequence[dict[str, Any]], are_results: Sequence[bo
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message["content"]
+    if isinstance(content, list):  # with images, which messages of the user alone have
+        return dict(message)
     if message["role"] in _RESULTS:
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     calls = [f"<tool_call>\n{_json(c['function'])}\n</tool_call>" for c in message.get("tool_calls", ())]
