@@ -148,7 +148,7 @@ def test_an_acceptor_of_second_choices_fails_the_greedy_comparison() -> None:
     report = Verifier(tiny_model(), replace(SETTINGS, samples=50)).check(drafted(SecondChoice()))
     assert not report.greedy_equality.passed
     worst = report.greedy_equality.divergences[0]
-    assert worst.verdict == "bug" and worst.margin > worst.noise and worst.expected != worst.found
+    assert worst.verdict == "bug" and worst.margin > worst.noise and worst.expected != worst.actual
 
 
 def test_dependence_on_the_batch_fails() -> None:
@@ -178,10 +178,10 @@ def test_a_tie_is_distinguished_from_a_bug() -> None:
     assert (
         far is not None
         and far.verdict == "bug"
-        and (far.prompt, far.position, far.found) == (2, 0, last)
+        and (far.prompt, far.position, far.actual) == (2, 0, last)
         and far.noise > 0.005
     )
-    assert ended is not None and ended.verdict == "bug" and ended.found is None and ended.position == 1
+    assert ended is not None and ended.verdict == "bug" and ended.actual is None and ended.position == 1
     near = classifier.classify(0, prompt, [best], [second])
     assert near is not None and near.verdict == ("tie" if near.margin <= 2 * near.noise else "bug")
     strict = DivergenceClassifier(runner, "float32", str).classify(0, prompt, [best], [best + 1])

@@ -149,7 +149,7 @@ def format_divergence(d: "TokenDivergence") -> str:
     """Where two answers diverge, and why."""
     why = "a tie that rounding decides" if d.verdict == "tie" else "rounding does not explain it"
     return (
-        f"prompt {d.prompt + 1}, token {d.position + 1}: {d.expected_text!r} became {d.found_text!r}; margin "
+        f"prompt {d.prompt + 1}, token {d.position + 1}: {d.expected_text!r} became {d.actual_text!r}; margin "
         f"{d.margin:.3g} in logits, rounding noise {d.noise:.3g}: {why}"
     )
 

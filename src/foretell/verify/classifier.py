@@ -26,18 +26,18 @@ the target's forward pass.
 
 @dataclass(frozen=True)
 class TokenDivergence:
-    """The first token at which `found` differs from `expected`. A token is None where its sequence has ended."""
+    """The first token at which `actual` differs from `expected`. A token is None where its sequence has ended."""
 
     prompt: int
     """Index of the prompt, from 0."""
     position: int
     """Index of the token in the answer, from 0."""
     expected: int | None
-    found: int | None
+    actual: int | None
     expected_text: str
-    found_text: str
+    actual_text: str
     margin: float
-    """Logit of the expected token minus logit of the found one, when the target reads token by token."""
+    """Logit of the expected token minus logit of the actual one, when the target reads token by token."""
     noise: float
     """Largest difference between the logits of a token-by-token and a single-pass reading of the prefix: the rounding
     of this precision on this machine.
