@@ -55,6 +55,8 @@ class Machine:
     chance: float = 0.7
     sampled_chance: float | None = None
     bias: float = 1.0
+    reading: float = 0.0
+    """Of the drafter, for a token that it has not read."""
     noise: Callable[[np.random.Generator], float] = lambda random: 1.0
     """Factor of each step's time."""
 
@@ -65,6 +67,8 @@ class Client:
 
     length: int
     sampled: bool = False
+    unread: int = 0
+    """Tokens that the drafter has not read."""
     account: DraftAccount = field(default_factory=DraftAccount)
     done: int = 1
     """The first one comes with the prompt."""
@@ -123,7 +127,7 @@ class Simulation:
                 accounts=[client.account for client in clients],
             )
         )
-        plan = b.plan(self.bound, 0, range(count))
+        plan = b.plan(self.bound, 0, range(count), lambda i: clients[i].unread)
         if self.fixed is not None:
             plan = Plan([i for i in range(count) if clients[i].left > 1]) if self.fixed else None
         tree, drafting = root_tree([0] * count), 0.0
@@ -136,6 +140,9 @@ class Simulation:
                 [[1.0, *scores[:n]] for (_, scores), n in zip(chains, kept, strict=True)],
             )
             drafting = m.drafting + m.row * (len(plan.asked) - 1)
+            for i in plan.asked:
+                drafting += m.reading * clients[i].unread
+                clients[i].unread = 0
             offered = b.offer(self.bound, 0, plan.asked, offered)
             part = DraftedTrees(self.bound, plan.asked, offered, removable=True)
             b.choose([part])

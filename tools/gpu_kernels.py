@@ -42,7 +42,7 @@ VARIANTS = {
     "full": AttentionCall(32, 0.1),
     "window": AttentionCall(32, 0.1, window=4096),
     "softcap": AttentionCall(32, 0.1, softcap=50.0),
-    "sinks": AttentionCall(32, 0.1, window=128, sinks=torch.empty(32, device=META)),
+    "sinks": AttentionCall(32, 0.1, window=128, extra=torch.empty(32, device=META)),
 }
 
 

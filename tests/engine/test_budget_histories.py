@@ -125,6 +125,15 @@ def test_no_request_is_slower_than_plain_decoding(together: int, chance: float, 
     assert max(c.seconds / (c.length * plain) for c in warm) < 1.08
 
 
+@pytest.mark.parametrize(("unread", "gain"), [(1000, 1.15), (20_000, 0.98)])
+def test_long_prompts_are_read_where_the_drafts_to_come_pay_for_it(unread: int, gain: float) -> None:
+    """Reading takes as long as 2.5 plain steps, after which drafts gain 1.3; or as 50, of answers of 64 tokens."""
+    s = sim.Simulation(machine(reading=25e-6))
+    s.run(ordinary())
+    plain = 1 / s.machine.seconds(1, 0)
+    assert s.run([sim.Client(64, unread=unread) for _ in range(20)]) / plain > gain
+
+
 def test_a_drafter_that_gets_better_is_found_by_a_trial_and_one_that_loses_costs_little() -> None:
     s = sim.Simulation(sim.Machine(sim.linear(0.05), drafting=0.004, chance=0.1))
     plain = 1 / s.machine.seconds(1, 0)

@@ -17,12 +17,9 @@ from typer.main import get_command
 
 from foretell.cli.commands import commands
 from foretell.cli.errors import report_errors
+from foretell.cli.garbage import collect_seldom
 from foretell.cli.language import choose, translated
 
-_OBJECTS = 50_000
-"""New objects after which Python's collector looks for garbage: importing and loading make many objects that stay, and
-with Python's own number of 700 a sixth of the time to the first token is spent on them.
-"""
 _COMPLETION_OPTIONS = ("install_completion", "show_completion")
 """Options that typer adds to an application that is run alone."""
 
@@ -144,5 +141,5 @@ def main() -> None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     if os.environ.get("COLUMNS") == "0":  # not known; rich would write nothing
         del os.environ["COLUMNS"]
-    gc.set_threshold(_OBJECTS)
+    collect_seldom()
     app(prog_name="foretell")

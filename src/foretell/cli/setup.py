@@ -1,6 +1,5 @@
 """Loads the models and parses the method that a command line names."""
 
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from foretell.api import Model, named_inputs
 from foretell.catalogue import DEFAULT_METHOD, find
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.inputs import NamedInputs
+from foretell.cli.garbage import freeze_garbage_collector
 from foretell.cli.pass_times import kept_pass_times
 from foretell.core.target_options import PLAIN_TARGET, TargetOptions
 from foretell.engine.method import AnyMethod
@@ -153,14 +153,6 @@ def load_models(
         drafts = tuple(load_draft(d, dtype, device) for d in selection.drafts)
     freeze_garbage_collector()
     return ModelSetup(target, selection.config, drafts, texts)
-
-
-def freeze_garbage_collector() -> None:
-    """Let the collector pass over the objects that are alive now, those of modules and models, which stay: it visits
-    all of them again and again while tokens are decoded. Only the first call of a process does this.
-    """
-    if not gc.get_freeze_count():
-        gc.freeze()
 
 
 def read_text(path: Path) -> str:

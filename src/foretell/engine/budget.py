@@ -229,8 +229,9 @@ class Budget:
             return COST  # in this step alone: the next one may be offered less before
         reading, share = self._costs.reading(source, asked)
         spent = self._spent + self._costs.drafting(source, len(asked)) + share
-        # Reading pays only if later steps draft, too: those without prompts, which begin with what it has cost.
-        best = self._best_cut(self._costs.after(reading), source, weights, nodes, tokens, spent)
+        # Reading pays only if later steps draft, too, those without prompts.
+        costs = self._costs.without_prompts() if reading else self._costs
+        best = self._best_cut(costs, source, weights, nodes, tokens, spent)
         is_new = source.steps < FIRST_STEPS and self._costs.caution < MOST_CAUTION
         on = bool(asked) and (is_new or best.rate >= before.rate * (OFF if trials.on else ON))
         if on is not trials.on:
@@ -289,7 +290,7 @@ class Budget:
         return best
 
     def _switch(self, trials: Trials, on: bool) -> None:
-        trials.on, trials.left, trials.next = on, 0, self._step + TRIAL_INTERVAL
+        trials.on, trials.left, trials.since, trials.next = on, 0, self._step, self._step + TRIAL_INTERVAL
         self.statistics.switched_on += on
         self.statistics.switched_off += not on
 
@@ -300,9 +301,11 @@ class Budget:
                 return []
             lost = self._costs.at(TRIAL_NODES) - plain
             lost += self._costs.drafting(source, TRIAL_REQUESTS)
-            lost += self._costs.reading(source, which)[0] * TRIAL_REQUESTS / len(which)
-            trials.left = TRIAL_STEPS
-            trials.next = self._step + max(TRIAL_INTERVAL, int(TRIAL_STEPS * lost / (TRIAL_SHARE * plain)))
+            lost += self._costs.reading(source, which)[0] * min(1, TRIAL_REQUESTS / len(which))
+            trials.next = self._step + TRIAL_INTERVAL
+            if TRIAL_STEPS * lost > TRIAL_SHARE * plain * (self._step - trials.since):
+                return []
+            trials.left, trials.since = TRIAL_STEPS, self._step
         trials.left -= 1
         self.statistics.trials += 1
         self._trial_nodes = TRIAL_NODES
@@ -391,12 +394,13 @@ class Budget:
         load, tree, costs = self._load, step.tree, self._costs
         if load.is_decode:
             drafts = tree.active_count - load.tokens
-            seconds = costs.host + costs.at(drafts - self._fixed) + self._spent + self._ahead
-            lost = seconds / (costs.host + costs.at(0))
+            plain = costs.host + costs.at(0)
+            taken = (costs.host + costs.at(drafts - self._fixed) + self._spent) / plain
             for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):
                 if load.weights[i]:
                     # What was to be expected counts, not luck: else one unlucky request ends the drafts of all.
-                    account.lead += 1 + self._expected.get(i, len(new) - 1) - lost
+                    gained = 1 + self._expected.get(i, len(new) - 1) - taken
+                    account.count_step(gained, len(new), self._ahead / plain, load.left[i])
             self.statistics.steps += 1
             self.statistics.drafting_steps += drafts > 0
         costs.learn_pass(tree.active_count, time)

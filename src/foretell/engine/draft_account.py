@@ -18,6 +18,8 @@ class DraftAccount:
     def __init__(self) -> None:
         self.lead, self.tokens = 0.0, 0
         """Times of plain steps that it is ahead of plain decoding, and its tokens so far."""
+        self._debt = 0.0
+        """Times of plain steps that its drafters have read for tokens to come."""
         self._factors = dict[str, tuple[float, float]]()
         self._right, self._tried = OWN_PRIOR * OWN_WEIGHT, OWN_WEIGHT
 
@@ -31,11 +33,18 @@ class DraftAccount:
         before, hits = self._factors.get(drafter, (0.0, 0.0))
         self._factors[drafter] = FADING * before + predicted, FADING * hits + right
 
-    def deficit(self, room: int, more: float = 0.0) -> float:
-        """What it has lost over what it may lose in its life, of which `room` tokens are to come; `more`: plain steps
-        that it loses beside.
+    def deficit(self, room: int) -> float:
+        """What it has lost over what it may lose in its life, of which `room` tokens are to come."""
+        return max(0.0, -self.lead) / (MOST_LOSS * (self.tokens + min(room, HORIZON)))
+
+    def count_step(self, gained: float, tokens: int, read: float, left: int) -> None:
+        """Count a step of so many tokens, with the plain steps that it has gained: what drafters `read` in it, in plain
+        steps, is paid for by the `left` tokens to come, as the choice to read it assumed.
         """
-        return max(0.0, more - self.lead) / (MOST_LOSS * (self.tokens + min(room, HORIZON)))
+        self._debt += read
+        paid = self._debt * min(1.0, tokens / max(1, min(left, HORIZON)))
+        self._debt -= paid
+        self.lead += gained - paid
 
     def count_chain(self, drafted: int, accepted: int) -> None:
         """Count a chain of the request."""

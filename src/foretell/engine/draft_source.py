@@ -12,7 +12,9 @@ class Trials:
 
     on: bool = True
     next: int = 0
-    """Step of the next trial."""
+    """Step of the next look whether a trial may be."""
+    since: int = 0
+    """Step of the last trial, or of switching."""
     left: int = 0
     """Steps of the present trial that are left."""
     until: int = 0

@@ -56,10 +56,12 @@ class StepCosts:
         self.first = load.tokens - max(1, self.requests)
         """Tokens beside the first of each request: of prompts, and drafts that are verified whatever they cost."""
         self.key = load_key(self.requests, load.context)
+        self.caution = 1 + max(
+            (load.accounts[i].deficit(load.left[i]) ** 2 for i, w in enumerate(load.weights) if w), default=0
+        )
+        """Factor on the seconds beyond a plain step: the more, the more the request that has lost most has lost."""
         self._seconds = times.seconds(self.key, max(1, self.requests))
         self.host = times.draft_seconds(_HOST, self.key, self.requests, 0.0)
-        self.caution = self._caution(0.0)
-        """Factor on the seconds beyond a plain step: the more, the more the request that has lost most has lost."""
         self._known, reads = times.is_known, self.first >= LEAST_PROMPT
         self._token = times.draft_seconds(_PROMPT, _ANY, 1, 0.0) if self._known and reads else 0.0
         """Seconds of a token where mostly prompts are read; 0: they are not, or unknown."""
@@ -68,20 +70,10 @@ class StepCosts:
         self.unread = dict[int, int]()
         """Tokens of requests that the drafter asked last has to read before it drafts."""
 
-    def _caution(self, lost: float) -> float:
-        """The caution where all requests lose so many seconds more."""
-        load, steps = self._load, lost / (self.host + self._seconds[0])
-        deficits = (load.accounts[i].deficit(load.left[i], steps) for i, w in enumerate(load.weights) if w)
-        return 1 + max(deficits, default=0.0) ** 2
-
-    def after(self, reading: float) -> "StepCosts":
-        """Costs of a later step, in which drafts have to pay for so many seconds of reading in this one; of this one
-        where nothing is read.
-        """
-        if not reading:
-            return self
+    def without_prompts(self) -> "StepCosts":
+        """Those of a step of these requests that reads no prompt."""
         later = copy(self)
-        later.caution, later.first, later._token = self._caution(reading), 0, 0.0
+        later.first, later._token = 0, 0.0
         return later
 
     def weighted(self, drafts: float, spent: float) -> float:

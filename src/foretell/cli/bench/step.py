@@ -19,7 +19,8 @@ from foretell.bench.random_model import random_models
 from foretell.cli.bench.inputs import Device, Folder, ModelName, Threads, check_peer_device, parse_counts
 from foretell.cli.given import refuse_unused
 from foretell.cli.options import split_commas
-from foretell.cli.setup import freeze_garbage_collector, load_model, set_threads, spinner
+from foretell.cli.garbage import freeze_garbage_collector
+from foretell.cli.setup import load_model, set_threads, spinner
 from foretell.model.load.native import finish_writing
 from foretell.model.load.network import parse_device
 from foretell.model.load.reference import DEFAULT_MODEL
