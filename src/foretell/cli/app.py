@@ -3,7 +3,6 @@
 The module of a command is imported only when the command is called, so that help appears at once.
 """
 
-import gc
 import os
 import sys
 from importlib import import_module

@@ -1,5 +1,5 @@
-"""When Python's garbage collector runs: importing and loading make many objects that stay, and looking at them again and
-again is a sixth of the time to the first token.
+"""When Python's garbage collector runs: importing and loading make many objects that stay, and looking at them again
+and again is a sixth of the time to the first token.
 """
 
 import gc

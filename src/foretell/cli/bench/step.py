@@ -17,9 +17,9 @@ from foretell.bench.questions import BUILT_IN, load_questions
 from foretell.bench.random_file import random_model_file
 from foretell.bench.random_model import random_models
 from foretell.cli.bench.inputs import Device, Folder, ModelName, Threads, check_peer_device, parse_counts
+from foretell.cli.garbage import freeze_garbage_collector
 from foretell.cli.given import refuse_unused
 from foretell.cli.options import split_commas
-from foretell.cli.garbage import freeze_garbage_collector
 from foretell.cli.setup import load_model, set_threads, spinner
 from foretell.model.load.native import finish_writing
 from foretell.model.load.network import parse_device
