@@ -154,6 +154,7 @@ def _spread(settings: Sequence[Sequence[PublishedRow]], decay: float) -> float:
     return float(sum(((each - each.mean()) ** 2).sum() for each in odds))
 
 
+@cache  # the fits of all papers but one have most rows in common
 def _log_odds(row: PublishedRow, decay: float) -> float:
     """Log odds of the first choice that give the tokens of a row; decay: along a chain."""
     chain = _is_chain(row)
