@@ -1,5 +1,6 @@
 """Checkpoints: bytes and exactness per number of bits, and what is refused."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,4 +100,13 @@ def test_a_configuration_nested_without_end_is_refused_in_a_sentence(tmp_path: P
     save(tmp_path, heads, heads.config)
     (tmp_path / CONFIG).write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"config.json"):
+        load_own(tmp_path, SOURCE.embedding_and_head())
+
+
+def test_a_key_that_is_not_read_is_refused_by_its_name(tmp_path: Path, heads: Medusa) -> None:
+    """Files from before 0.1.0 have such keys, as `taps`, too."""
+    save(tmp_path, heads, heads.config)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"taps": [1, 2]}))
+    with pytest.raises(ValueError, match=r"config.json: taps: extra inputs are not permitted"):
         load_own(tmp_path, SOURCE.embedding_and_head())

@@ -203,9 +203,9 @@ def _report(
     for neurons, quality in sizes:
         rows = list(zip(quality.perplexity, quality.agreement, strict=True))
         lines += [f"| {neurons} | {i} | {p:.2f} | {a:.1%} |" for i, (p, a) in enumerate(rows, 1)]
-    whole = sizes[-1][1]
+    _, widest = sizes[-1]
     lines.append(
-        f"with exits by threshold {whole.equal_depth:.1%} of the layers run at equal perplexity (1.01), and "
-        f"{whole.agreeing_depth:.1%} where 95 % of the tokens are those of all layers"
+        f"with exits by threshold {widest.equal_depth:.1%} of the layers run at equal perplexity (1.01), and "
+        f"{widest.agreeing_depth:.1%} where 95 % of the tokens are those of all layers"
     )
     return lines
