@@ -62,6 +62,9 @@ def require_same_words(one: NatModel, other: NatModel, folder: Path) -> None:
     Raises:
         ValueError: they do not.
     """
-    ours, theirs = ((m.config.source_words, m.config.target_words) for m in (one, other))
+    ours, theirs = ((m.config.source.words, m.config.target.words) for m in (one, other))
     if ours != theirs:
-        raise ValueError(f"{folder}: this model has other words; train both on pairs of the same words")
+        raise ValueError(
+            f"{folder}: this model has other words; train both on pairs of the same words, "
+            "or one with --words-of the other"
+        )
