@@ -117,7 +117,10 @@ def measure_cost(model: Model, prompt: Sequence[int], most_rows: int, new_tokens
         ValueError: the model is not read block by block, or fewer than two of its blocks stay in memory.
     """
     network = model.network
-    if not isinstance(network, OffloadedDecoder) or network.store.count != network.config.layers:
+    if (
+        not isinstance(network, OffloadedDecoder)
+        or not network.store.resident_blocks < network.store.count == network.config.layers
+    ):
         raise ValueError(
             f"{model.name}: a block schedule needs a limit that holds the head of the model and not all of its blocks"
         )
