@@ -1,15 +1,19 @@
 """FlexGen's block schedule: its forecast beside a clock and a running store, its search, and what it decodes."""
 
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from command import expect_error, run_foretell, save_tiny_model
+from command import save_tiny_model
 from foretell.lab.tune.block_schedule import PassCost, pass_seconds, search
 from foretell.model.offload.block_store import BlockStore
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+import measure_offload  # type: ignore[import-not-found]
 
 COST = PassCost((1, 8), (0.001, 0.002), (0.003, 0.003), 1e4, [10] * 6, 20, 5, 5)
 
@@ -18,10 +22,9 @@ class Part:
     nbytes = 1
 
 
-@pytest.mark.parametrize("room", [1, 2, 3, 5, 9])
-@pytest.mark.parametrize("compute", [0.002, 0.03])
-def test_the_forecast_of_a_pass_is_what_a_store_takes(room: int, compute: float) -> None:
-    read, outer, blocks = 0.01, 0.008, 8
+@pytest.mark.parametrize("room", [1, 3, 4, 6])
+def test_the_forecast_of_a_pass_is_what_a_store_takes(room: int) -> None:
+    read, compute, outer, blocks = 0.03, 0.03, 0.005, 6
 
     def fetch(i: int) -> Part:
         time.sleep(read)
@@ -38,8 +41,8 @@ def test_the_forecast_of_a_pass_is_what_a_store_takes(room: int, compute: float)
         times.append(time.perf_counter() - begun)
     places = 0 if room >= blocks else min(3, room)
     forecast = pass_seconds(blocks, store.resident_blocks, max(0, places - 1), read, compute, outer)
-    # Sleeping and a busy machine take longer, never shorter, than what was asked for.
-    assert forecast * 0.98 <= min(times[1:]) <= forecast * 1.25 + 0.02
+    # A busy machine sleeps longer than it was asked to, never shorter.
+    assert forecast * 0.98 <= min(times[1:]) <= forecast * 1.4
 
 
 def test_bounds_of_a_pass() -> None:
@@ -78,14 +81,15 @@ def test_a_limited_bandwidth_is_kept() -> None:
     assert time.perf_counter() - begun >= 0.06 and store.read_bytes == 3 and store.read_seconds >= 0.06
 
 
-def test_every_schedule_decodes_the_same_and_reads_what_was_forecast(tmp_path: Path) -> None:
+def test_every_schedule_decodes_the_same_and_reads_what_was_forecast(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = save_tiny_model(tmp_path / "model", hidden=256, ffn=512, layers=12)
     questions = tmp_path / "questions.jsonl"
     questions.write_text("".join(json.dumps({"prompt": f"number {i}: " + "xyz"[i % 3] * 9}) + "\n" for i in range(6)))
-    given = ("--model", model, "--dtype", "float32", "--tasks", questions, "--max-new-tokens", "4", "--memory", "18")
-    result = run_foretell("bench", "offload", *given, "--json")
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
+    given = ["--model", str(model), "--dtype", "float32", "--tasks", str(questions), "--per-category", "6"]
+    measure_offload.main([*given, "--tokens", "4", "--memory", "18", "--json"])
+    report = json.loads(capsys.readouterr().out)
     plain, block = report["runs"][0]["run"], report["cost"]["sizes"][0]
     assert [r["policy"]["rows"] for r in report["runs"]] == sorted({1, 2, 4, report["chosen_rows"]})
     for each in report["runs"]:
@@ -97,11 +101,12 @@ def test_every_schedule_decodes_the_same_and_reads_what_was_forecast(tmp_path: P
         first = block * policy["resident_blocks"]
         assert passes * policy["read_bytes"] <= run["read_bytes"] <= passes * policy["read_bytes"] + first + 2 * block
         assert 0 < run["cache_bytes"] <= policy["cache_bytes"]
-    assert "(chosen)" in run_foretell("bench", "offload", *given).stdout
+    measure_offload.main([*given, "--tokens", "4", "--memory", "18"])
+    assert "(chosen)" in capsys.readouterr().out
 
 
-def test_a_limit_that_leaves_nothing_to_read_or_to_measure_is_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("memory", "expected"), [("400", "not all of its blocks"), ("1", "small"), ("9", "for two")])
+def test_a_limit_that_leaves_nothing_to_measure_is_one_sentence(memory: str, expected: str, tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model", hidden=256, ffn=512, layers=12)
-    assert "and not all of its blocks" in expect_error("bench", "offload", "--model", model, "--memory", "400")
-    assert "too small" in expect_error("bench", "offload", "--model", model, "--memory", "1")
-    assert "room for two" in expect_error("bench", "offload", "--model", model, "--dtype", "float32", "--memory", "9")
+    with pytest.raises(SystemExit, match=expected):
+        measure_offload.main(["--model", str(model), "--dtype", "float32", "--memory", memory])

@@ -17,7 +17,7 @@ _SUMMARIES: Mapping[str, str] = {
 """In the order of the help; a new command is a line here and a file of its name in `lab/cli`."""
 
 _OF_GROUPS = (
-    "bench frontier", "bench offload", "calibrate sparsity", "calibrate placement",
+    "bench frontier", "calibrate sparsity", "calibrate placement",
     "train decoder", "train free", "train matformer", "train sparsity",
 )  # fmt: skip
 """Commands of the engine's groups; the file of `train free` is `train_free.py`."""

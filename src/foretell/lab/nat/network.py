@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field, model_validator
 from torch import nn
 
-from foretell.lab.nat.pairs import PAD, Subwords, Vocabulary
+from foretell.lab.nat.pairs import PAD, MarianWords, Subwords, Vocabulary
 from foretell.utils.validation import FrozenModel
 
 Kind = Literal["autoregressive", "cmlm", "glat", "fertility", "sundae"]
@@ -27,6 +27,8 @@ class NatConfig(FrozenModel):
     source_subwords: str = ""
     """Tokenizer of the source's parts of words, as JSON, in place of its words."""
     target_subwords: str = ""
+    marian: str = ""
+    """Folder of a Marian checkpoint whose parts of words are used."""
     hidden: int = Field(128, ge=8)
     heads: int = Field(4, ge=1)
     layers: int = Field(2, ge=1)
@@ -47,12 +49,17 @@ class NatConfig(FrozenModel):
     @cached_property
     def source(self) -> Vocabulary:
         """Vocabulary of sources."""
-        return Subwords(self.source_subwords) if self.source_subwords else Vocabulary(self.source_words)
+        return self._side(self.source_words, self.source_subwords, False)
 
     @cached_property
     def target(self) -> Vocabulary:
         """Vocabulary of targets."""
-        return Subwords(self.target_subwords) if self.target_subwords else Vocabulary(self.target_words)
+        return self._side(self.target_words, self.target_subwords, True)
+
+    def _side(self, words: tuple[str, ...], subwords: str, of_target: bool) -> Vocabulary:
+        if self.marian:
+            return MarianWords(self.marian, of_target)
+        return Subwords(subwords) if subwords else Vocabulary(words)
 
 
 class _Attention(nn.Module):

@@ -3,10 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from foretell.model.load.transformers import quiet
 
 PAD, BEGIN, END, MASK, UNKNOWN = range(5)
 """Ids of special tokens, the same in every vocabulary."""
@@ -126,3 +129,33 @@ def pad(sequences: Sequence[Sequence[int]], width: int = 0) -> Int[torch.Tensor,
     """Sequences as rows of the longest one's length, or of `width` if that is longer, padded at the end."""
     width = max(width, *(len(s) for s in sequences))
     return torch.tensor([[*s, *[PAD] * (width - len(s))] for s in sequences])
+
+
+class MarianWords(Vocabulary):
+    """The parts of words of a Marian checkpoint, of its source or its target side."""
+
+    def __init__(self, folder: str, of_target: bool) -> None:
+        import transformers
+
+        with quiet(transformers):
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+        self._side = "text_target" if of_target else "text"
+        pad, end, unknown = (getattr(self._tokenizer, f"{name}_token_id") for name in ("pad", "eos", "unk"))
+        others = [i for i in range(len(self._tokenizer)) if i not in (pad, end, unknown)]
+        self.ids = [pad, pad, end, unknown, unknown, *others]
+        """The checkpoint's id of every token; its padding begins a target, and it has no mask."""
+        self._own = {theirs: ours for ours, theirs in enumerate(self.ids)} | {pad: PAD}
+        super().__init__(self._tokenizer.convert_ids_to_tokens(others))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the parts of the words; those of a source end with `END`, as its encoder expects."""
+        ids = [self._own[i] for i in self._tokenizer(**{self._side: text})["input_ids"]]
+        return ids[:-1] if self._side == "text_target" else ids
+
+    def unknown_words(self, text: str) -> list[str]:
+        """The words of a text with parts that are not known."""
+        return [word for word in dict.fromkeys(text.split()) if UNKNOWN in self.encode(word)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, without special tokens."""
+        return str(self._tokenizer.decode([self.ids[i] for i in ids], skip_special_tokens=True))

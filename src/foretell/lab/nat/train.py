@@ -101,6 +101,8 @@ def config_for(settings: NatSettings, pairs: Sequence[Pair]) -> NatConfig:
     for side, vocabulary in zip(("source", "target"), vocabularies, strict=True):
         learned = isinstance(vocabulary, Subwords)
         values |= {f"{side}_subwords": vocabulary.table} if learned else {f"{side}_words": vocabulary.words}
+    if settings.words_of and like.marian:
+        values |= {"marian": like.marian, "source_words": (), "target_words": ()}
     return validate(NatConfig, values, "sizes of the model")
 
 

@@ -147,9 +147,15 @@ def measure_cost(model: Model, prompt: Sequence[int], most_rows: int, new_tokens
 
 def _seconds(runner: Runner, prompt: Sequence[int], rows: int) -> float:
     """Median seconds of a pass over a token of each row, behind the prompt."""
-    engine = Engine(runner, Method(NoDrafter(), RootOnly(), Match()), rows=rows)
+    engine = _engine(runner, rows, len(prompt))
     request = Request(list(prompt), max_new_tokens=runner.context - len(prompt), ignore_eos=True)
     return statistics.median(_run(engine, [request] * rows, _PASSES)[1])
+
+
+def _engine(runner: Runner, rows: int, prompt: int, cache_bytes: int | None = None) -> Engine:
+    """An engine that decodes plainly and reads the prompts of a block in one pass."""
+    plain = Method(NoDrafter(), RootOnly(), Match())
+    return Engine(runner, plain, rows=rows, chunk=rows * prompt, cache_bytes=cache_bytes)
 
 
 def _run(engine: Engine, requests: Sequence[Request], passes: int = 0) -> tuple[list[list[int]], list[float]]:
@@ -177,7 +183,6 @@ class BlockRun:
 
     tokens: Sequence[Sequence[int]]
     """Of every answer."""
-    seconds: float
     pass_seconds: float
     """Median over passes of one token per row."""
     read_bytes: int
@@ -196,11 +201,10 @@ def run_blocks(model: Model, prompts: Sequence[Sequence[int]], policy: Policy, n
         raise ValueError(f"{model.name}: the whole model is in memory; give a lower limit")
     store, answers, times, cache_bytes = network.store, list[list[int]](), list[float](), 0
     store.wait()
-    read, begun = store.read_bytes, time.perf_counter()
+    read = store.read_bytes
     for first in range(0, len(prompts), policy.rows):
         block = prompts[first : first + policy.rows]
-        engine = model.engine(rows=len(block), cache_bytes=policy.cache_bytes)
+        engine = _engine(model.runner(), len(block), max(map(len, block)), policy.cache_bytes)
         tokens, seconds = _run(engine, [Request(list(p), max_new_tokens=new_tokens, ignore_eos=True) for p in block])
         answers, times, cache_bytes = answers + tokens, times + seconds, max(cache_bytes, engine.cache_bytes)
-    took = time.perf_counter() - begun
-    return BlockRun(answers, took, statistics.median(times), store.read_bytes - read, cache_bytes)
+    return BlockRun(answers, statistics.median(times), store.read_bytes - read, cache_bytes)
