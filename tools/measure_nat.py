@@ -12,6 +12,7 @@ import argparse
 import shlex
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,8 +109,8 @@ def measure(models: dict[str, NatModel], pairs: list[Pair], timed: int) -> None:
         )
 
 
-def main() -> None:
-    """Train and measure."""
+def parse(arguments: Sequence[str] | None) -> SimpleNamespace:
+    """The options of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of pairs and models")
     parser.add_argument("--pairs", type=int, default=40_000, help="pairs to train on")
@@ -121,7 +122,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3, help="layers of encoder and decoder each")
     parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(namespace=SimpleNamespace())
+    return parser.parse_args(arguments, SimpleNamespace())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train and measure."""
+    given = parse(arguments)
     models = prepare(given, given.out)
     config = models[_AR].config
     test = [p for p in read_pairs(given.out / "test.tsv") if len(config.source.encode(p.source)) <= config.max_source]
