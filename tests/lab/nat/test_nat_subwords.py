@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def test_bleu_is_that_of_a_formula() -> None:
     assert bleu(texts, pairs) == pytest.approx(100 * np.exp(np.log(matched / total).mean()))
 
 
-def clause(**parts: object) -> object:
+def clause(**parts: object) -> Any:
     given = {"tense": "present", "company": None, "adverb": None, **parts}
     return grammar._Clause(**given)
 

@@ -10,8 +10,7 @@ _BATCH = 256
 
 
 def distilled(pairs: Sequence[Pair], teacher: NatModel) -> Iterator[Pair]:
-    """The pairs with the teacher's greedy outputs as their only references; pairs whose output is empty, or does
-    not end, are left out.
+    """The pairs with the teacher's greedy outputs as their only references; pairs whose output is empty are left out.
 
     Raises:
         ValueError: a source is longer than the teacher reads.
@@ -21,5 +20,5 @@ def distilled(pairs: Sequence[Pair], teacher: NatModel) -> Iterator[Pair]:
         part = pairs[begin : begin + _BATCH]
         translated = translate(teacher, [c.source.encode(p.source) for p in part], DecodeOptions())
         for pair, tokens in zip(part, translated.tokens, strict=True):
-            if 0 < len(tokens) < c.max_target:
+            if tokens:
                 yield Pair(pair.source, (c.target.decode(tokens),))

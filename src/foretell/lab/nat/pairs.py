@@ -93,7 +93,9 @@ class Subwords(Vocabulary):
     def __init__(self, table: str) -> None:
         self._tokenizer = Tokenizer.from_str(table)
         special = len(_SPECIAL)
-        super().__init__([self._tokenizer.id_to_token(i) for i in range(special, self._tokenizer.get_vocab_size())])
+        super().__init__(
+            [str(self._tokenizer.id_to_token(i)) for i in range(special, self._tokenizer.get_vocab_size())]
+        )
 
     @staticmethod
     def learn(texts: Iterable[str], size: int) -> "Subwords":

@@ -99,8 +99,10 @@ def config_for(settings: NatSettings, pairs: Sequence[Pair]) -> NatConfig:
         "max_target": max(len(vocabularies[1].encode(t)) for t in targets),
     }
     for side, vocabulary in zip(("source", "target"), vocabularies, strict=True):
-        learned = isinstance(vocabulary, Subwords)
-        values |= {f"{side}_subwords": vocabulary.table} if learned else {f"{side}_words": vocabulary.words}
+        if isinstance(vocabulary, Subwords):
+            values[f"{side}_subwords"] = vocabulary.table
+        else:
+            values[f"{side}_words"] = vocabulary.words
     if settings.words_of and like.marian:
         values |= {"marian": like.marian, "source_words": (), "target_words": ()}
     return validate(NatConfig, values, "sizes of the model")
