@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import torch
+from block_schedule import BlockRun, PassCost, Policy, measure_cost, run_blocks, search
 
 from foretell.api import Model
 from foretell.bench.questions import BUILT_IN, load_questions
-from foretell.lab.tune.block_schedule import BlockRun, PassCost, Policy, measure_cost, run_blocks, search
 from foretell.load import load
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.model.offload.block_store import OffloadedDecoder

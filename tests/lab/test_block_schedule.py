@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from command import save_tiny_model
-from foretell.lab.tune.block_schedule import PassCost, pass_seconds, search
 from foretell.model.offload.block_store import BlockStore
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import measure_offload  # type: ignore[import-not-found]
+from block_schedule import PassCost, pass_seconds, search  # type: ignore[import-not-found]
 
 COST = PassCost((1, 8), (0.001, 0.002), (0.003, 0.003), 1e4, [10] * 6, 20, 5, 5)
 
