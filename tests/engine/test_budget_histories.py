@@ -11,6 +11,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from foretell.engine.tuning import READING_GAIN
+
 TOOL = Path(__file__).parents[2] / "tools" / "fit_budget.py"
 
 
@@ -132,6 +134,17 @@ def test_long_prompts_are_read_where_the_drafts_to_come_pay_for_it(unread: int, 
     s.run(ordinary())
     plain = 1 / s.machine.seconds(1, 0)
     assert s.run([sim.Client(64, unread=unread) for _ in range(20)]) / plain > gain
+
+
+def test_nothing_is_read_for_a_small_gain() -> None:
+    """Drafts gain 1.03, and reading takes 0.7 plain steps of a request."""
+    s = sim.Simulation(sim.Machine(sim.linear(0.22), drafting=0.002, row=0.0, chance=0.62, reading=4e-5))
+    plain = 16 / s.machine.seconds(16, 0)
+    s.run(ordinary(64), together=16)
+    assert 1.0 < s.run(ordinary(64), together=16) / plain < READING_GAIN
+    clients = [sim.Client(64, unread=200) for _ in range(64)]
+    assert s.run(clients, together=16) / plain > 0.99
+    assert sum(client.unread == 0 for client in clients) < 16  # of trials
 
 
 def test_a_drafter_that_gets_better_is_found_by_a_trial_and_one_that_loses_costs_little() -> None:

@@ -138,8 +138,13 @@ class StepCosts:
             return
         seconds -= self.host + sum(self.drafting(other, self.requests) for other, _ in before)
         plain = self._seconds[0]
-        if read:
-            token = max(seconds / 2, seconds - self.drafting(source, self.requests)) / read
-            self.times.observe_draft(source.reading, _ANY, 1, token, PRIOR_READING * plain)
-        else:
+        if not read:
             self.times.observe_draft(source.name, self.key, self.requests, seconds, PRIOR_DRAFT * plain)
+            return
+        reading, prior = seconds - self.drafting(source, self.requests), PRIOR_READING * plain
+        if reading < seconds / 2:
+            # It took mostly the drafting: this says only that reading takes no longer.
+            reading = seconds
+            if reading >= read * self.times.draft_seconds(source.reading, _ANY, 1, prior):
+                return
+        self.times.observe_draft(source.reading, _ANY, 1, reading / read, prior)

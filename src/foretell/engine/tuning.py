@@ -74,6 +74,10 @@ TRIAL_INTERVAL = 64
 """Least number of steps between two trials."""
 OFF, ON = 0.99, 1.01
 """Rates over those without a drafter below which it is no longer asked, and from which on it is asked again."""
+READING_GAIN = 1.05
+"""Least rate over that without a drafter for which it reads what it has not read of a request: what is read may not be
+drafted from.
+"""
 OFF_STEPS = 8
 """Steps that a drafter which does not pay stays off before it is weighed again: weighing takes time, too."""
 MOST_LOSS = 0.03
