@@ -31,7 +31,6 @@ from foretell.engine.tuning import (
     FLOOR_SLACK,
     HORIZON,
     LEVEL_SHARE,
-    MOST_CAUTION,
     MOST_EXPANDED,
     OFF,
     OFF_STEPS,
@@ -160,7 +159,12 @@ class Budget:
         """Begin a step; the one before may have failed."""
         self._load, self._step = load, self._step + 1
         self._costs = StepCosts(self.times, load)
-        self._worth, self._spent, self._trial_nodes = sum(load.weights), 0.0, 0
+        deficits = [account.deficit(left) for account, left in zip(load.accounts, load.left, strict=True)]
+        self._weights = [w * (1 + self._costs.requests * d**2) for w, d in zip(load.weights, deficits, strict=True)]
+        """What a token of each request is worth: the more, the more it has lost by drafts."""
+        self._may_try = all(d < 1 for w, d in zip(load.weights, deficits, strict=True) if w)
+        """Whether no request has lost what it may."""
+        self._worth, self._spent, self._trial_nodes = sum(self._weights), 0.0, 0
         self._ahead = 0.0
         """Seconds of reading that the drafts of later steps pay for."""
         self._values, self._offers = list[float](), list[_Offer]()
@@ -190,7 +194,7 @@ class Budget:
             if isinstance(plan, Plan):
                 return plan
             reason = plan
-            if check is not None and check.undecided and self._costs.caution < MOST_CAUTION:
+            if check is not None and check.undecided and self._may_try:
                 self._looked.add((bound.method.draft, number))
                 self._costs.count_unread(open_, unread)
                 return Plan(open_[:TRIAL_REQUESTS], deepest=1)
@@ -216,16 +220,19 @@ class Budget:
         for i in which:
             hoped, offered = self._hoped(source, i), before.expected.get(i, 0.0)
             outdone += offered >= hoped > 0
-            if hoped > offered and self._load.weights[i] * hoped > before.rate * self._costs.reading(source, [i])[1]:
+            if hoped > offered and self._weights[i] * hoped > before.rate * self._costs.reading(source, [i])[1]:
                 asked.append(i)
         if outdone == len(which):
             return COST  # in this step alone: the next one may be offered less before
         best, spent = self._best_cut(source, asked, before)
-        is_new = source.steps < FIRST_STEPS and self._costs.caution < MOST_CAUTION
+        is_new = source.steps < FIRST_STEPS and self._may_try
         if not is_new and best.rate < before.rate * READING_GAIN and any(i in self._costs.unread for i in asked):
             asked = [i for i in asked if i not in self._costs.unread]
             best, spent = self._best_cut(source, asked, before)
-        on = bool(asked) and (is_new or best.rate >= before.rate * (OFF if trials.on else ON))
+        pays = best.rate >= before.rate * (OFF if trials.on else ON)
+        if is_new:
+            asked = asked[:TRIAL_REQUESTS]
+        on = bool(asked) and (is_new or pays)
         if on is not trials.on:
             self._switch(trials, on)
         if not on:
@@ -236,7 +243,7 @@ class Budget:
         rate, size = max(before.rate, best.rate), best.nodes
         floor = FLOOR_SLACK * min(best.chance, rate * self._costs.of_a_draft(size), 1.0)
         raw = max(source.acceptance(kind).least_score(floor) for kind in {self._load.sampled[i] for i in asked})
-        level = self._costs.caution * LEVEL_SHARE * (spent - self._spent) / source.levels
+        level = LEVEL_SHARE * (spent - self._spent) / source.levels
         return Plan(asked, raw, min(MOST_EXPANDED, max(raw, rate * level / (CHILD_SHARE * len(asked)))))
 
     @property
@@ -244,7 +251,7 @@ class Budget:
         """The drafts that pay of those that were offered before."""
         if not self._values:
             return _Offered(0, 0.0, self._worth / self._costs.weighted(0, self._spent), {}, {})
-        values, weights = sorted(self._values, reverse=True), self._load.weights
+        values, weights = sorted(self._values, reverse=True), self._weights
         nodes, gained = self._best_of(values)
         least = values[nodes - 1] if nodes else inf
         paying = {i: [c for c in chances if c * weights[i] >= least] for i, chances in self._offered.items()}
@@ -267,10 +274,10 @@ class Budget:
         load, nodes, tokens = self._load, float(before.nodes), self._worth + before.gained
         weights = dict[bool, list[float]]()
         for i in asked:
-            weights.setdefault(load.sampled[i], []).append(load.accounts[i].factor(source.name) * load.weights[i])
+            weights.setdefault(load.sampled[i], []).append(load.accounts[i].factor(source.name) * self._weights[i])
             if i in before.kept:
                 nodes -= before.kept[i]
-                tokens -= before.expected[i] * load.weights[i]
+                tokens -= before.expected[i] * self._weights[i]
         reading, share = self._costs.reading(source, asked)
         spent = self._spent + self._costs.drafting(source, len(asked)) + share
         # Reading pays only if later steps draft, too, those without prompts.
@@ -298,7 +305,7 @@ class Budget:
     def _tried(self, trials: Trials, source: DraftSource, which: list[int]) -> list[int]:
         """The requests that a drafter which does not pay is tried for in this step, so rarely that it costs little."""
         if not trials.left:
-            if self._step < trials.next or self._costs.caution >= MOST_CAUTION:
+            if self._step < trials.next or not self._may_try:
                 return []
             plain = self._costs.at(0)
             lost = self._costs.at(TRIAL_NODES) - plain
@@ -333,7 +340,7 @@ class Budget:
             row[0] = 1.0
             chances.append(row)
             self._offered[i] = self._offered.get(i, []) + row[1:]
-            self._values += [load.weights[i] * chance for chance in row[1:] if chance]
+            self._values += [self._weights[i] * chance for chance in row[1:] if chance]
         return replace(tree, score=np.array(chances))
 
     def _best_of(self, values: Sequence[float]) -> tuple[int, float]:
@@ -351,7 +358,7 @@ class Budget:
         """Leave in the trees only the drafts that pay, of all requests together; those of methods that are not governed
         stay.
         """
-        drafts, weights = list[tuple[float, int, int, int]](), self._load.weights
+        drafts, weights = list[tuple[float, int, int, int]](), self._weights
         for p, part in enumerate(parts):
             if not part.removable:
                 self._fixed += sum(part.tree.drafted_counts)

@@ -82,8 +82,6 @@ OFF_STEPS = 8
 """Steps that a drafter which does not pay stays off before it is weighed again: weighing takes time, too."""
 MOST_LOSS = 0.03
 """Share of its plain time that a request may lose over its life."""
-MOST_CAUTION = 2.0
-"""Factor on the time beyond a plain step from which on nothing is tried: that of a request that has lost so much."""
 HORIZON = 64
 """Tokens to come that count in this life."""
 NEAR_STEPS, LATE_WEIGHT = 32, 4.0
