@@ -31,7 +31,6 @@ from foretell.engine.tuning import (
     FLOOR_SLACK,
     HORIZON,
     LEVEL_SHARE,
-    LOST,
     MOST_EXPANDED,
     OFF,
     OFF_STEPS,
@@ -163,8 +162,8 @@ class Budget:
         deficits = [account.deficit(left) for account, left in zip(load.accounts, load.left, strict=True)]
         self._weights = [w * (1 + self._costs.requests * d**2) for w, d in zip(load.weights, deficits, strict=True)]
         """What a token of each request is worth: the more, the more it has lost by drafts."""
-        self._may_try = all(d < LOST for w, d in zip(load.weights, deficits, strict=True) if w)
-        """Whether no request has nearly lost what it may."""
+        self._may_try = all(d < 1 for w, d in zip(load.weights, deficits, strict=True) if w)
+        """Whether no request has lost what it may."""
         self._worth, self._spent, self._trial_nodes = sum(self._weights), 0.0, 0
         self._ahead = 0.0
         """Seconds of reading that the drafts of later steps pay for."""

@@ -82,8 +82,6 @@ OFF_STEPS = 8
 """Steps that a drafter which does not pay stays off before it is weighed again: weighing takes time, too."""
 MOST_LOSS = 0.03
 """Share of its plain time that a request may lose over its life."""
-LOST = 0.9
-"""Share of that from which on nothing is tried: a step that tries something takes some of it, too."""
 HORIZON = 64
 """Tokens to come that count in this life."""
 NEAR_STEPS, LATE_WEIGHT = 32, 4.0
