@@ -1,16 +1,14 @@
-"""What a predictor of neurons and heads knows beside a constant set, and what a division of the neurons into hot and
-cold ones is worth: Deja Vu's and PowerInfer's tables (arXiv 2310.17157, 2312.12456).
+"""What a predictor of neurons and heads knows beside a constant set: Deja Vu's table (arXiv 2310.17157).
 
     foretell train decoder --activation relu --layers 4 --hidden 256 --ffn 1024 --vocab 512 --sequence 128 \\
         --batch-tokens 1024 --steps 2000 --out relu
-    python tools/measure_sparsity.py predict relu --seed 0
-    python tools/measure_sparsity.py divide relu --seed 0
+    python tools/measure_sparsity.py relu --seed 0
 
 Both read Python's library; what is measured is in modules that neither the training nor the fit has seen. A token needs
-the units that add most to the output of their layer, and no neuron that is zero. `predict` fits predictors of low rank
-to what tokens need, and compares them with the units that are needed most often (constant) and with what is needed
-itself (oracle), with as many units each. `divide` counts how often every neuron is not zero, and runs the model with
-its neurons on two sides at once, threads whose memory gives so many bytes per second, as a device would.
+the units that add most to the output of their layer, and no neuron that is zero. Predictors of low rank are fitted to
+what tokens need, and compared with the units that are needed most often (constant) and with what is needed itself
+(oracle), with as many units each. Recall is the share of the needed units that are read; weights are those of the
+feed-forward networks, or of the queries and the output of attention, the predictors' included.
 """
 
 import argparse
@@ -245,7 +243,6 @@ def activations(opened: OpenCheckpoint, pieces: Int[Tensor, "n s"]) -> Iterator[
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measure", choices=("predict", "divide"))
     parser.add_argument("model")
     parser.add_argument("--seed", type=int, default=0, help="of the texts, the fit and the intervals")
     parser.add_argument("--fit-tokens", type=int, default=32768)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from command import run_foretell
 from foretell.lab.sparsify.predictors import PredictorSettings, fit_predictor, head_sizes, largest, neuron_sizes
 from foretell.model.block.layer import FeedForward
 from foretell.model.block.linear import Linear
@@ -141,3 +142,31 @@ def test_simulated_and_forecast_times_by_hand() -> None:
     arrangement = divisions.Arrangement(order, (2, 0))
     assert arrangement.forecast(frequency, sides, 5) == pytest.approx(0.125 + 0.75)
     assert divisions.Arrangement(order, (3, 0), True).forecast(frequency, sides, 5) == pytest.approx(0.15 + 1.5)
+
+
+def printed(capsys: pytest.CaptureFixture[str], name: str, *arguments: str | Path) -> list[list[str]]:
+    """The cells of the table that a tool prints."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *map(str, arguments)])
+        tool(name).main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_both_tools_measure_a_model_of_relu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "relu"
+    text.write_text("\n\n".join(f"def f{i}(x): return x + {i}" for i in range(300)), "utf-8")
+    sizes = "--layers", "2", "--hidden", "64", "--ffn", "128", "--vocab", "300", "--sequence", "32"
+    few = "--steps", "40", "--batch-tokens", "128", "--activation", "relu", "--text", text
+    made = run_foretell("train", "decoder", *sizes, *few, "--out", out)
+    assert made.exit_code == 0, (made.output, made.exception)
+    shares = "--shares", "0.2", "1", "--head-shares", "0.5"
+    part, whole, heads = printed(
+        capsys, "measure_sparsity.py", out, "--fit-tokens", "4096", "--held-tokens", "1024", "--rank", "16", *shares
+    )
+    assert float(part[1][:-1]) > float(part[2][:-1]) and "of the heads" in heads[0]
+    assert whole[1] == whole[2] == "100.0%" and whole[3] == whole[4] == whole[5], "all neurons are the dense model"
+    tokens = "--prompts", "2", "--tokens", "4", "--timed-tokens", "2", "--count-tokens", "512", "--share", "0.5"
+    rows = printed(capsys, "measure_division.py", out, *tokens, "--bandwidths", "4000", "400")
+    assert len(rows) == 7 and all(row[-1] == "2 of 2" for row in rows)
+    assert [row[2] for row in rows if row[1] == "all on the fast side"] == ["100.0%"]
