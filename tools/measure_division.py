@@ -228,12 +228,12 @@ def main() -> None:
     parser.add_argument("--sparsity", type=Path, help="of `foretell train sparsity`; default: neurons above zero")
     parser.add_argument("--seed", type=int, default=0, help="of the texts and the random division")
     parser.add_argument("--share", type=float, nargs="+", default=[0.25, 0.5], help="of the neurons on the fast side")
-    parser.add_argument("--bandwidths", type=float, nargs=2, default=[45.0, 4.0], help="MB/s of both sides")
+    parser.add_argument("--bandwidths", type=float, nargs=2, default=[22.5, 2.0], help="MB/s of both sides")
     parser.add_argument("--count-tokens", type=int, default=16384)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=16, help="of a continuation")
-    parser.add_argument("--timed-tokens", type=int, default=3, help="of one that is timed; 0: none is")
+    parser.add_argument("--timed-tokens", type=int, default=2, help="of one that is timed; 0: none is")
     args = parser.parse_args()
     opened = open_checkpoint(resolve_reference(args.model))
     config = opened.config
@@ -258,6 +258,8 @@ def main() -> None:
     )
     for share in args.share:
         for name, arrangement in arrangements(counts, share, args.seed).items():
+            if name.startswith("all on") and share != args.share[0]:
+                continue
             written = run(opened, rules, arrangement, [np.inf, np.inf], prompts, args.tokens)
             equal = sum(a == b for a, b in zip(written.texts, dense if arrangement.dense else undivided, strict=True))
             measured = ""
