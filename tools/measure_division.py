@@ -88,7 +88,8 @@ class Part:
 
         def work() -> Tensor:
             gate, up = x @ self.gate[read].T, x @ self.up[read].T
-            return (gated(gate, up, self.activation) * mine[:, read]) @ self.down[read]
+            out: Tensor = (gated(gate, up, self.activation) * mine[:, read]) @ self.down[read]
+            return out
 
         size = neuron_bytes(x.shape[1]) * len(read) if len(x) == 1 else 0
         return self.device.submit(work, size), len(read)

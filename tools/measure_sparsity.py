@@ -140,7 +140,7 @@ def fit_choices(
     both = (block_activations(config, opened.weights, part) for part in (texts.fit, texts.held))
     for fit, held in zip(*both, strict=True):
         for unit, (role, needed) in needs.items():
-            x, other = fit.inputs[role], held.inputs[role]  # type: ignore[index]
+            x, other = fit.inputs[role], held.inputs[role]
             for share in shares[unit]:
                 wanted, tested = needed(fit, 1 - share), needed(held, 1 - share)
                 chosen = replace(settings, sparsity=1 - share, rank=min(settings.rank, wanted.shape[1]))

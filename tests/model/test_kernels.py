@@ -3,7 +3,7 @@
 import ctypes
 import math
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -62,6 +62,11 @@ SHAPES = {
         attention_scale=0.2,
         qk_norm=True,
     ),
+}
+ACTIVATE: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 every_shape = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 
@@ -199,8 +204,7 @@ def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, sk
     def feed_forward(x: Tensor, block: BlockWeights) -> Tensor:
         assert block.mlp is not None
         gate, up = linear(x, block.mlp.gate_up).chunk(2, -1)
-        activate = {"silu": F.silu, "relu": F.relu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-        gate = activate[config.activation](gate)
+        gate = ACTIVATE[config.activation](gate)
         return norm(linear(gate * up, block.mlp.down), block.post_mlp_norm)
 
     for i, block in enumerate(blocks):
