@@ -168,7 +168,6 @@ def test_the_library_says_whether_the_anchor_predicts(dspark: bool, tmp_path: Pa
 @pytest.mark.parametrize(
     ("own", "key"),
     [
-        ({"causal": True}, "causal"),
         ({"use_swa": True, "swa_window_size": 512}, "use_swa"),
         ({"attention_sink_bias": True}, "attention_sink_bias"),
         ({"selector_rank": 256, "selector_top_k": 16}, "selector_rank"),
@@ -206,14 +205,22 @@ def test_dspark_as_specforge_writes_it(tmp_path: Path) -> None:
         load(put(tmp_path / "rnn", config | own, tensors))
 
 
-@pytest.mark.parametrize("key", ["is_causal", "causal"])
-def test_causal_blocks_in_layers_without_a_window_are_refused(key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["is_causal", "causal", "causal_head"])
+def test_causal_blocks_in_some_layers_without_a_window_are_refused(key: str, tmp_path: Path) -> None:
     """A flag for all layers, of which one has a window."""
     types: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     types |= {"use_sliding_window": True}
     assert load(put(tmp_path / "without", *dflash(**types))).config.window_causal
     with pytest.raises(ValueError, match=f"{key} should be False"):
         load(put(tmp_path / "with", *dflash(**(types | {key: True}))))
+
+
+def test_flags_of_causal_blocks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    config, tensors = dflash()
+    changed = {"dflash_config": config["dflash_config"] | {"causal_head": True, "causal": False}}
+    with pytest.raises(ValueError, match="causal and causal_head say different things; correct config.json") as error:
+        load(put(tmp_path, config | changed, tensors))
+    assert "\n" not in str(error.value)
 
 
 def test_an_unknown_key_is_named(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Reads and writes DFlash checkpoints, and those of DSpark, DFlash 2, Domino, XPress and LiLiCorr, which add heads: in
-their authors' format and in that of the `speculators` library.
+"""Reads and writes DFlash checkpoints, those of DSpark, DFlash 2, Domino, XPress and LiLiCorr, which add heads, and
+JetSpec's, whose blocks are causal: in their authors' format and in that of the `speculators` library.
 """
 
 from collections.abc import Mapping
@@ -35,6 +35,7 @@ from foretell.speculator.formats.layers import (
     library_layer,
 )
 from foretell.speculator.network.base import Speculator, TargetInfo
+from foretell.speculator.network.cached_layers import EXTRA_POSITIONS
 from foretell.speculator.network.corrections import (
     DominoConfig,
     LatticeConfig,
@@ -64,9 +65,9 @@ _HEAD_KEYS = (
 )  # fmt: skip
 """Keys of heads; the tensors say most of what they say."""
 _OPTIONS = (
-    "is_causal", "causal", "use_swa", "attention_sink_bias", "add_swa_attention_sink_bias", "is_neox_style",
-    "projector_type", "shift_label", "pure_draft_prefix_len", "selector_rank", "conv_kernel_size", "output_multiplier",
-    "input_embedding_scale", "final_logit_softcapping",
+    "is_causal", "causal", "causal_head", "use_swa", "attention_sink_bias", "add_swa_attention_sink_bias",
+    "is_neox_style", "projector_type", "shift_label", "pure_draft_prefix_len", "selector_rank", "conv_kernel_size",
+    "output_multiplier", "input_embedding_scale", "final_logit_softcapping",
 )  # fmt: skip
 """Options that are checked; see `_check_options`."""
 _HEADS = {"selector": "candidate_selector.", "domino": "", "refiner": "refiner_head.", "lattice": "lilicorr."}
@@ -171,15 +172,30 @@ def _read_authors(
     }
     if files.has(_DOMINO):
         values["predicts_from_anchor"] = Fields({**files.config, **own.raw}, own.source).flag("shift_label")
-    if files.fields.texts("layer_types"):
-        # In vLLM and SpecForge the type of a layer decides, unless a flag does.
-        flag = files.fields.flag("is_causal", default=own.flag("causal", default=True))
-        values["window_causal"] = flag and _SLIDING in files.fields.texts("layer_types")
-    read = _read(files, files.config, values, target, embedding_and_head)
+    causal = _is_causal(files, own)
+    types = files.fields.texts("layer_types")
+    if types:
+        values["window_causal"] = causal is not False and _SLIDING in types
+    read = _read(files, files.config, values, target, embedding_and_head, bool(causal) and _SLIDING not in types)
     keys = (*_HEAD_KEYS, *_OPTIONS, "target_layer_ids", "mask_token_id", "block_size")
     refuse_other_keys(files.fields, LAYER, ("dflash_config", "num_target_layers"), keys)
     refuse_other_keys(own, ("attention_mode",), keys)
     return read
+
+
+def _is_causal(files: PublishedCheckpoint, own: Fields) -> bool | None:
+    """What the flags say of whether slots see later ones; None: there is none, and only layers with a window hide them,
+    as in vLLM and SpecForge. JetSpec has a flag of its own.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    places = [(fields, name) for name in ("is_causal", "causal", "causal_head") for fields in (files.fields, own)]
+    flags = {name: fields.flag(name) for fields, name in places if fields.has(name)}
+    if len(set(flags.values())) > 1:
+        name, *others = flags
+        raise ValueError(f"{files.folder}: {name} and {' and '.join(others)} say different things; correct config.json")
+    return next(iter(flags.values()), None)
 
 
 def _read_speculators(
@@ -211,7 +227,9 @@ def _read(
     values: Mapping[str, Any],
     target: TargetInfo,
     embedding_and_head: EmbeddingAndHead,
+    causal: bool = False,
 ) -> ConvertedCheckpoint:
+    """`causal`: slots see no later ones in any layer, and the layers have no windows."""
     _check_options(files, raw, values, embedding_and_head)
     shape = layer_shape(files, raw, target.vocab)
     _check(files, values, target)
@@ -220,6 +238,12 @@ def _read(
     own = OwnTensors.find(files, target, embedding_and_head)
     keys = Fields({**files.config, **files.fields.fields("dflash_config").raw}, files.fields.source)
     convolution = files.has(_CONVOLUTION.format(0, "attention", "base_kernel"))
+    layers = layer_values(files, raw, shape, own)
+    if causal and layers.get("window_layers"):
+        raise files.fields.wrong("layer_types", "given where blocks are causal and layers have a window", None)
+    if causal:
+        every = tuple(range(shape.layers))
+        layers |= {"window": shape.context + EXTRA_POSITIONS, "window_layers": every, "window_causal": True}
     config = DFlashConfig(
         target=trained_for,
         markov_rank=0 if markov is None else markov.shape[1],
@@ -227,8 +251,7 @@ def _read(
         convolution=convolution,
         convolution_group=keys.integer("conv_group_size", least=1) if convolution else 16,
         correction=_correction(files, keys),
-        **layer_values(files, raw, shape, own),
-        **values,
+        **(values | layers),
     )
     return convert(files, config, tensor_sources(config), own)
 
@@ -246,12 +269,14 @@ def _check_options(
     own = {**raw, **files.config, **files.fields.fields("dflash_config").raw}
     markov, types = files.has(_MARKOV_IN), _types(raw, files)
     domino = files.has(_DOMINO)
-    causal = (False, True) if types and set(types) == {_SLIDING} else (False,)
+    mixed = len(set(types)) > 1 or ("speculators_model_type" in files.config and _SLIDING not in types)
+    causal = (False,) if mixed else (False, True)
     with_bias = any(name.endswith("attention_sink_bias") for name in files.names)
     selector = files.find("candidate_selector.predecessor_codebook")
     supported: dict[str, tuple[object, ...]] = {
         "is_causal": causal,
         "causal": causal,
+        "causal_head": causal,
         "use_swa": (False,),
         "attention_sink_bias": (with_bias,),
         "add_swa_attention_sink_bias": (with_bias,),
@@ -369,7 +394,7 @@ def _write_authors(network: Speculator, verifier: Verifier, folder: Path) -> Non
     named = {"selector": "DFlash2DraftModel", "lattice": "LiLiCorrDraftModel"}
     layout = {
         "architectures": [plain if c.correction is None else named.get(c.correction.kind, plain)],
-        **layer_config(c, dtype_name(network)),
+        **layer_config(c.model_copy(update={"window": 0}) if c.causal else c, dtype_name(network)),
         "base_model_name_or_path": verifier.name,
         "num_target_layers": c.target.layers,
         "block_size": c.block_size,
@@ -378,6 +403,7 @@ def _write_authors(network: Speculator, verifier: Verifier, folder: Path) -> Non
             "target_layer_ids": [layer - 1 for layer in c.recorded_layers],
             # Without the flag other engines read windows as causal, with it all layers.
             **({} if not c.window or c.window_causal else {"causal": False}),
+            **({"causal": True, "causal_head": True} if c.causal else {}),
             **({"attention_sink_bias": True} if c.sink_layers else {}),
             **head_keys(c),
         },

@@ -56,7 +56,9 @@ class DFlashConfig(CachedLayersConfig):
     correction: AnyCorrection | None = Field(None, discriminator="kind")
     """A head that corrects a slot's predictions by the tokens that are drafted before it."""
     window_causal: bool = False
-    """In layers with a window a slot attends to no later slots of its block."""
+    """In layers with a window a slot attends to no later slots of its block; where all have one as long as the context,
+    that is JetSpec's causal block (arXiv 2606.18394).
+    """
     window_from_anchor: bool = False
     """The window of all slots holds the last positions before the anchor, in addition to the block, as the library
     `speculators` trains it; else the window of a slot counts itself and what is before it, as in SpecForge and vLLM.
@@ -78,6 +80,13 @@ class DFlashConfig(CachedLayersConfig):
         if kind == "lattice" and self.predicts_from_anchor:
             raise ValueError("the slots of a lattice are those after the anchor's; give predicts_from_anchor=false")
         return self
+
+    @property
+    def causal(self) -> bool:
+        """Whether a slot attends to all tokens before it and to no later ones, in every layer (JetSpec)."""
+        return self.window_causal and len(self.window_layers) == self.layers and (
+            self.window >= self.decoder_config.context
+        )
 
     @property
     def depth(self) -> int:
