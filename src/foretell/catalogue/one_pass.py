@@ -8,10 +8,10 @@ from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.feature_level import method_of_levels
 from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.catalogue.speculators import check_draft_vocabs, trained_speculator
-from foretell.draft import DFlashDrafter, PardDrafter, PEagleDrafter
+from foretell.draft import DFlashDrafter, Pard2Drafter, PardDrafter, PEagleDrafter
 from foretell.engine.method import AnyMethod
+from foretell.model.load.pard2 import StateProjection, load_state_projection
 from foretell.model.run.decoder_runner import DecoderRunner
-from foretell.model.run.runner import Runner
 from foretell.shape import DynamicTree
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.p_eagle import PEagle
@@ -60,20 +60,32 @@ def pard(context: BuildContext, options: DFlashOptions) -> AnyMethod:
     """PARD with the tree of the options: a model with a mask token that was named, else a trained speculator."""
     if context.drafts and not context.speculators:
         runner, mask_token = _pard_model(context)
-        depth = options.num_steps or _PARD_DEPTH
-        return method_of_levels(PardDrafter(runner, mask_token, depth), depth, f"{_LEVELS} (num_steps)", options)
+        depth, projection = options.num_steps or _PARD_DEPTH, _state_projection(context, runner)
+        drafter = PardDrafter(runner, mask_token, depth)
+        if projection is not None:
+            drafter = Pard2Drafter(runner, mask_token, depth, projection)
+        return method_of_levels(drafter, depth, f"{_LEVELS} (num_steps)", options)
     network = trained_speculator(context, "pard")
     assert isinstance(network, PardNetwork)
     return pard_method(network, options)
 
 
-def _pard_model(context: BuildContext) -> tuple[Runner, int]:
+def _state_projection(context: BuildContext, runner: DecoderRunner) -> StateProjection | None:
+    """What a PARD-2 model adds to its embeddings."""
+    folder = context.draft_folders[0] if context.draft_folders else None
+    if folder is None or context.network is None:
+        return None
+    target = context.network.config
+    return load_state_projection(folder, runner.network.config.hidden, target.layers, target.hidden)
+
+
+def _pard_model(context: BuildContext) -> tuple[DecoderRunner, int]:
     """The draft model that was named, and its mask token."""
     if len(context.drafts) > 1:
         raise ValueError(f"pard drafts with one model, and {len(context.drafts)} were named; name one")
     (runner,) = check_draft_vocabs(context)
     token = runner.network.config.mask_token if isinstance(runner, DecoderRunner) else None
-    if token is None:
+    if token is None or not isinstance(runner, DecoderRunner):
         raise ValueError(
             "the draft model has no mask token (pard_token in its config.json), so it predicts the next token only; "
             "use draft_model, or a PARD checkpoint"

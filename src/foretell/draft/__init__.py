@@ -21,7 +21,7 @@ from foretell.draft.mtp_modules import MTPModulesDrafter
 from foretell.draft.online import OnlineDrafter
 from foretell.draft.p_eagle import PEagleDrafter
 from foretell.draft.parallel_sampling import ParallelDrafter
-from foretell.draft.pard import PardDrafter
+from foretell.draft.pard import Pard2Drafter, PardDrafter
 from foretell.draft.phrases import PhraseRetriever
 from foretell.draft.prompt_lookup import PromptLookup
 from foretell.draft.recycling import TokenRecycling
@@ -55,6 +55,7 @@ __all__ = [
     "OnlineDrafter",
     "PEagleDrafter",
     "ParallelDrafter",
+    "Pard2Drafter",
     "PardDrafter",
     "PhraseRetriever",
     "Predictor",

@@ -1,5 +1,6 @@
 """Drafting with a smaller model: a second checkpoint, or the target's first layers."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -145,8 +146,15 @@ def unread_tokens(runner: Runner, context: Context) -> list[list[int]]:
     ]
 
 
-def read_backlog(runner: Runner, context: Context, chunk: int) -> None:
-    """Read unread tokens in chunks until at most one chunk is left, for requests with a draft."""
+def read_backlog(
+    runner: Runner,
+    context: Context,
+    chunk: int,
+    change: Callable[[Sequence[int], TokenTree], TokenTree] = lambda rows, tree: tree,
+) -> None:
+    """Read unread tokens in chunks until at most one chunk is left, for requests with a draft. `change`: what the
+    runner reads of the tokens of some rows.
+    """
     while True:
         behind = [
             (row, t.tokens[(have := runner.length(row)) : have + chunk].tolist())
@@ -157,6 +165,6 @@ def read_backlog(runner: Runner, context: Context, chunk: int) -> None:
             return
         rows, parts = zip(*behind, strict=True)
         tree = root_tree([p[-1] for p in parts]).with_prefix(parts)
-        runner.forward(rows, tree, scored=np.zeros_like(tree.valid))
+        runner.forward(rows, change(rows, tree), scored=np.zeros_like(tree.valid))
         for row in rows:
             runner.commit(row, range(chunk))

@@ -43,6 +43,11 @@ class Checkpoint(ABC):
         """Load the network in a dtype (None: the model's own), changed, for the fastest backend of this machine."""
 
     @property
+    def folder(self) -> Path | None:
+        """The directory of its first file; None: its weights are made up."""
+        return self._weights.files[0].parent if self._weights.files else None
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype that the model runs in, apart from quantised matrices."""
         return torch.bfloat16

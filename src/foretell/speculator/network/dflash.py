@@ -84,8 +84,10 @@ class DFlashConfig(CachedLayersConfig):
     @property
     def causal(self) -> bool:
         """Whether a slot attends to all tokens before it and to no later ones, in every layer (JetSpec)."""
-        return self.window_causal and len(self.window_layers) == self.layers and (
-            self.window >= self.decoder_config.context
+        return (
+            self.window_causal
+            and len(self.window_layers) == self.layers
+            and (self.window >= self.decoder_config.context)
         )
 
     @property
