@@ -3,13 +3,14 @@
 from functools import partial
 
 from foretell.accept import Match
-from foretell.catalogue.build_context import BuildContext
+from foretell.catalogue.build_context import BuildContext, require_network
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.feature_level import method_of_levels
 from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.catalogue.speculators import check_draft_vocabs, trained_speculator
-from foretell.draft import DFlashDrafter, Pard2Drafter, PardDrafter, PEagleDrafter
+from foretell.draft import DFlashDrafter, Pard2Drafter, PardDrafter, PEagleDrafter, UnoDrafter
 from foretell.engine.method import AnyMethod
+from foretell.model.load.adapter import adapter_folder
 from foretell.model.load.pard2 import StateProjection, load_state_projection
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import DynamicTree
@@ -57,7 +58,12 @@ def p_eagle_method(network: PEagle, options: DFlashOptions) -> AnyMethod:
 
 
 def pard(context: BuildContext, options: DFlashOptions) -> AnyMethod:
-    """PARD with the tree of the options: a model with a mask token that was named, else a trained speculator."""
+    """PARD with the tree of the options: a model with a mask token that was named, or the target with an adapter for
+    random tokens (UNO), else a trained speculator.
+    """
+    adapter = None if context.speculator is None else adapter_folder(context.speculator)
+    if adapter is not None:
+        return _uno(context, options, str(adapter))
     if context.drafts and not context.speculators:
         runner, mask_token = _pard_model(context)
         depth, projection = options.num_steps or _PARD_DEPTH, _state_projection(context, runner)
@@ -68,6 +74,16 @@ def pard(context: BuildContext, options: DFlashOptions) -> AnyMethod:
     network = trained_speculator(context, "pard")
     assert isinstance(network, PardNetwork)
     return pard_method(network, options)
+
+
+def _uno(context: BuildContext, options: DFlashOptions, adapter: str) -> AnyMethod:
+    target = require_network(context, "drafts with an adapter of its target")
+    if context.checkpoint is None:
+        raise ValueError("pard with an adapter reads weights of the target, which cannot be read again here")
+    depth = options.num_steps or _PARD_DEPTH
+    tokens = context.vocab if context.codec is None else context.codec.tokenizer.get_vocab_size()
+    drafter = UnoDrafter(context.checkpoint.adapted(target, adapter), target, depth, min(tokens, context.vocab))
+    return method_of_levels(drafter, depth, f"{_LEVELS} (num_steps)", options)
 
 
 def _state_projection(context: BuildContext, runner: DecoderRunner) -> StateProjection | None:

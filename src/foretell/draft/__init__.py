@@ -27,7 +27,7 @@ from foretell.draft.prompt_lookup import PromptLookup
 from foretell.draft.recycling import TokenRecycling
 from foretell.draft.skip_decode import SkipDecodeDrafter
 from foretell.draft.sparse_cache import SparseCacheDrafter
-from foretell.draft.sparse_target import SparseTargetDrafter
+from foretell.draft.sparse_target import SparseTargetDrafter, UnoDrafter
 from foretell.draft.suffix import SuffixRetriever
 
 __all__ = [
@@ -67,4 +67,5 @@ __all__ = [
     "SparseTargetDrafter",
     "SuffixRetriever",
     "TokenRecycling",
+    "UnoDrafter",
 ]
