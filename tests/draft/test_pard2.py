@@ -113,7 +113,7 @@ def test_logits_are_those_of_the_authors_arithmetic(shape: DynamicTree | Chain, 
     *_, target_folder, folder = oracle()
     target, draft = network_of(target_folder, native), network_of(folder, native)
     projection = load_state_projection(folder, DRAFT_WIDTH, 3, WIDTH)
-    assert projection is not None and projection.layers == (1, 2, 4)
+    assert projection is not None and projection.layers == (4, 2, 1)
     drafter = Recording(DecoderRunner(draft), MASK, DEPTH, projection)
     drafter._chunk = 5
     requests = [

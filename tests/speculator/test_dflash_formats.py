@@ -215,14 +215,6 @@ def test_causal_blocks_in_some_layers_without_a_window_are_refused(key: str, tmp
         load(put(tmp_path / "with", *dflash(**(types | {key: True}))))
 
 
-def test_flags_of_causal_blocks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    config, tensors = dflash()
-    changed = {"dflash_config": config["dflash_config"] | {"causal_head": True, "causal": False}}
-    with pytest.raises(ValueError, match=r"causal and causal_head say different things; correct config") as error:
-        load(put(tmp_path, config | changed, tensors))
-    assert "\n" not in str(error.value)
-
-
 def test_an_unknown_key_is_named(tmp_path: Path) -> None:
     config, tensors = dflash()
     inside = {"dflash_config": config["dflash_config"] | {"attention_value_scale": 0.7}}

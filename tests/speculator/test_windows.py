@@ -268,7 +268,7 @@ def test_what_is_exported_of_jetspec_stays_causal(tmp_path: Path, format_name: s
     torch.testing.assert_close(block_logits(again), block_logits(network))
     assert again.config.causal
     if format_name == "dflash":
-        assert config["dflash_config"]["causal_head"] and config["dflash_config"]["causal"]
+        assert config["dflash_config"]["causal_head"] and config["dflash_config"]["causal"] and config["is_causal"]
         assert "sliding_window" not in config
     with pytest.raises(ValueError, match="a window within which a slot sees no later slots"):
         export(network, VERIFIER, "gguf", tmp_path / "gguf")

@@ -11,7 +11,7 @@ from foretell.catalogue.speculators import check_draft_vocabs, trained_speculato
 from foretell.draft import DFlashDrafter, Pard2Drafter, PardDrafter, PEagleDrafter, UnoDrafter
 from foretell.engine.method import AnyMethod
 from foretell.model.load.adapter import adapter_folder
-from foretell.model.load.pard2 import StateProjection, load_state_projection
+from foretell.model.load.pard2 import load_state_projection
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import DynamicTree
 from foretell.speculator.network.dflash import DFlash
@@ -61,42 +61,26 @@ def pard(context: BuildContext, options: DFlashOptions) -> AnyMethod:
     """PARD with the tree of the options: a model with a mask token that was named, or the target with an adapter for
     random tokens (UNO), else a trained speculator.
     """
-    adapter = None if context.speculator is None else adapter_folder(context.speculator)
-    if adapter is not None:
-        return _uno(context, options, str(adapter))
-    if context.drafts and not context.speculators:
-        runner, mask_token = _pard_model(context)
-        depth, projection = options.num_steps or _PARD_DEPTH, _state_projection(context, runner)
-        drafter = PardDrafter(runner, mask_token, depth)
-        if projection is not None:
-            drafter = Pard2Drafter(runner, mask_token, depth, projection)
-        return method_of_levels(drafter, depth, f"{_LEVELS} (num_steps)", options)
-    network = trained_speculator(context, "pard")
-    assert isinstance(network, PardNetwork)
-    return pard_method(network, options)
-
-
-def _uno(context: BuildContext, options: DFlashOptions, adapter: str) -> AnyMethod:
-    target = require_network(context, "drafts with an adapter of its target")
-    if context.checkpoint is None:
-        raise ValueError("pard with an adapter reads weights of the target, which cannot be read again here")
     depth = options.num_steps or _PARD_DEPTH
-    tokens = context.vocab if context.codec is None else context.codec.tokenizer.get_vocab_size()
-    drafter = UnoDrafter(context.checkpoint.adapted(target, adapter), target, depth, min(tokens, context.vocab))
+    adapter = None if context.speculator is None else adapter_folder(context.speculator)
+    if adapter is None and (context.speculators or not context.drafts):
+        network = trained_speculator(context, "pard")
+        assert isinstance(network, PardNetwork)
+        return pard_method(network, options)
+    drafter = _pard_model(context, depth) if adapter is None else _uno(context, str(adapter), depth)
     return method_of_levels(drafter, depth, f"{_LEVELS} (num_steps)", options)
 
 
-def _state_projection(context: BuildContext, runner: DecoderRunner) -> StateProjection | None:
-    """What a PARD-2 model adds to its embeddings."""
-    folder = context.draft_folders[0] if context.draft_folders else None
-    if folder is None or context.network is None:
-        return None
-    target = context.network.config
-    return load_state_projection(folder, runner.network.config.hidden, target.layers, target.hidden)
+def _uno(context: BuildContext, adapter: str, depth: int) -> UnoDrafter:
+    target = require_network(context, "drafts with an adapter of its target")
+    if context.checkpoint is None:
+        raise ValueError("pard with an adapter reads weights of the target, which cannot be read again here")
+    tokens = context.vocab if context.codec is None else context.codec.tokenizer.get_vocab_size()
+    return UnoDrafter(context.checkpoint.adapted(target, adapter), target, depth, min(tokens, context.vocab))
 
 
-def _pard_model(context: BuildContext) -> tuple[DecoderRunner, int]:
-    """The draft model that was named, and its mask token."""
+def _pard_model(context: BuildContext, depth: int) -> PardDrafter:
+    """The draft model that was named, with its mask token, and where it is PARD-2 with the states of the target."""
     if len(context.drafts) > 1:
         raise ValueError(f"pard drafts with one model, and {len(context.drafts)} were named; name one")
     (runner,) = check_draft_vocabs(context)
@@ -106,7 +90,13 @@ def _pard_model(context: BuildContext) -> tuple[DecoderRunner, int]:
             "the draft model has no mask token (pard_token in its config.json), so it predicts the next token only; "
             "use draft_model, or a PARD checkpoint"
         )
-    return runner, token
+    folder = context.draft_folders[0] if context.draft_folders else None
+    if folder is not None and context.network is not None:
+        width, target = runner.network.config.hidden, context.network.config
+        projection = load_state_projection(folder, width, target.layers, target.hidden)
+        if projection is not None:
+            return Pard2Drafter(runner, token, depth, projection)
+    return PardDrafter(runner, token, depth)
 
 
 def pard_method(network: PardNetwork, options: DFlashOptions) -> AnyMethod:

@@ -14,6 +14,9 @@ from foretell.draft.base import Frontier, NodeLogits, Predictor
 from foretell.model.kernels import NodeLimits
 from foretell.model.run.runner import GrowsTrees, Runner, copy_row, offered
 
+Inputs = Callable[[Sequence[int], TokenTree], TokenTree]
+"""What a model reads of the nodes of some rows."""
+
 
 @dataclass(frozen=True)
 class _ReadTree:
@@ -146,15 +149,8 @@ def unread_tokens(runner: Runner, context: Context) -> list[list[int]]:
     ]
 
 
-def read_backlog(
-    runner: Runner,
-    context: Context,
-    chunk: int,
-    change: Callable[[Sequence[int], TokenTree], TokenTree] = lambda rows, tree: tree,
-) -> None:
-    """Read unread tokens in chunks until at most one chunk is left, for requests with a draft. `change`: what the
-    runner reads of the tokens of some rows.
-    """
+def read_backlog(runner: Runner, context: Context, chunk: int, inputs: Inputs | None = None) -> None:
+    """Read unread tokens in chunks until at most one chunk is left, for requests with a draft."""
     while True:
         behind = [
             (row, t.tokens[(have := runner.length(row)) : have + chunk].tolist())
@@ -165,6 +161,6 @@ def read_backlog(
             return
         rows, parts = zip(*behind, strict=True)
         tree = root_tree([p[-1] for p in parts]).with_prefix(parts)
-        runner.forward(rows, change(rows, tree), scored=np.zeros_like(tree.valid))
+        runner.forward(rows, tree if inputs is None else inputs(rows, tree), scored=np.zeros_like(tree.valid))
         for row in rows:
             runner.commit(row, range(chunk))

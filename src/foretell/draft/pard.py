@@ -9,19 +9,19 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult
 from foretell.core.tree import TokenTree, tree_from_lists
-from foretell.draft.base import Frontier, NodeLogits
+from foretell.draft.base import Predictor
 from foretell.draft.draft_model import OwnCache, read_backlog, unread_tokens
-from foretell.draft.heads import scores_by_depth
+from foretell.draft.heads import OnePassPredictor
 from foretell.model.load.pard2 import StateProjection
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.runner import Runner
 
 
-class PardDrafter(OwnCache):
+class PardDrafter(OnePassPredictor, OwnCache):
     """A draft model with mask tokens (PARD, arXiv 2504.18583).
 
     A pass reads the tokens that the draft model has not read yet and a chain of masks behind them. Keys and values of
-    the tokens are kept, those of the masks are not. All nodes of a depth share a distribution.
+    the tokens are kept, those of the masks are not.
     """
 
     label = "draft model over mask tokens, in one pass"
@@ -30,18 +30,6 @@ class PardDrafter(OwnCache):
         self.runner, self.depth, self._mask_token = runner, depth, mask_token
         self.max_context = runner.context - depth
         self._chunk = chunk
-        self._logits = torch.zeros(0, 0, 0)
-
-    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
-        """At most the number of tokens that a pass predicts."""
-        return np.minimum(super().max_depths(context), self.depth)
-
-    @torch.inference_mode()
-    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
-        """The logits of depth `d` for nodes at depth `d`; a new tree computes those of all depths."""
-        if tree.nodes == 1:
-            self._logits = self._predict(context)
-        return scores_by_depth(self._logits, tree, frontier, [bool(depth) for depth in context.max_depth])
 
     def _inputs(self, rows: Sequence[int], tree: TokenTree) -> TokenTree:
         """What the draft model reads of the unread tokens of some rows, the prefixes, and of the masks after them."""
@@ -90,10 +78,10 @@ class Pard2Drafter(PardDrafter):
         """0 where the states at a token that is to be read are not known, and before the first new token."""
         known = []
         for row, text in zip(context.rows, context.sequences, strict=True):
-            first, added = self._added.get(row, (1, ()))
+            first, added = self._added.get(row, (0, ()))
             read = min(self.runner.length(row), text.length - 1)
-            begins = first <= max(read - 1, 0) and first + len(added) == text.length - 1
-            known.append(begins and text.length > text.prompt_length)
+            whole = first <= max(read - 1, 0) and first + len(added) == text.length - 1
+            known.append(whole and text.length > text.prompt_length)
         return np.where(known, super().max_depths(context), 0)
 
     @torch.inference_mode()
@@ -103,7 +91,7 @@ class Pard2Drafter(PardDrafter):
         for i, (row, start) in enumerate(zip(step.context.rows, step.start_positions, strict=True)):
             index = torch.from_numpy(output.hidden_index[i, list(step.paths[i])])
             states = torch.cat([part[index.to(part.device)].float().cpu() for part in output.hidden_states], -1)
-            new = torch.nn.functional.linear(states, projection.weight, projection.bias)
+            new = states @ projection.weight.T + projection.bias
             first, added = self._added.get(row, (start, new[:0]))
             if first + len(added) != start:
                 first, added = start, new[:0]
@@ -116,14 +104,8 @@ class Pard2Drafter(PardDrafter):
         self._added.pop(row, None)
         super().release(row)
 
-    def rewind(self, row: int, length: int) -> int:
-        """Forget a row, whose states are not kept."""
-        self.release(row)
-        return 0
-
-    def copy_row(self, source: int, target: int, length: int) -> int:
-        """Begin anew."""
-        return self.rewind(target, length)
+    # Of a prefix that is shared the states are not kept, so it is read again.
+    rewind, copy_row = Predictor.rewind, Predictor.copy_row
 
     def _inputs(self, rows: Sequence[int], tree: TokenTree) -> TokenTree:
         table = self.runner.network.embed(torch.from_numpy(tree.token.ravel())).float()

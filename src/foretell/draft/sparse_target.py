@@ -8,7 +8,7 @@ from foretell.core.context import Context, StepState
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.draft.base import Frontier, NodeLogits, Predictor
 from foretell.draft.early_exit import frontier_nodes
-from foretell.draft.heads import scores_by_depth
+from foretell.draft.heads import OnePassPredictor
 from foretell.model.run.compact_runner import check_whole
 from foretell.model.run.network import Network
 from foretell.model.run.partial_pass import with_ancestors
@@ -71,20 +71,18 @@ class SparseTargetDrafter(Predictor):
         self._read.put(context, read | active)
         return self._forward(self.network, context, tree, active, wanted)
 
-    def _forward(
-        self, network: Network, context: Context, tree: TokenTree, active: _Marks, scored: _Marks
-    ) -> NodeLogits:
+    def _forward(self, network: Network, context: Context, tree: TokenTree, read: _Marks, wanted: _Marks) -> NodeLogits:
         if self._cache is None:
             raise ValueError(_NO_ENGINE)
-        output = self._cache.forward_draft(network, context.rows, tree, active, scored)
+        output = self._cache.forward_draft(network, context.rows, tree, read, wanted)
         return output.logits, output.logit_index
 
 
-class UnoDrafter(SparseTargetDrafter):
+class UnoDrafter(OnePassPredictor, SparseTargetDrafter):
     """The target drafts with an adapter (UNO, arXiv 2609.04010): it reads the last token, which predicts the next one,
     and with the adapter `depth - 1` random tokens after it, each of which predicts one of the tokens that follow.
 
-    `tokens`: random ones are below it. All nodes of a depth share a distribution.
+    `tokens`: random ones are below it.
     """
 
     label = "target with an adapter over random tokens, in one pass"
@@ -92,28 +90,16 @@ class UnoDrafter(SparseTargetDrafter):
     def __init__(self, network: Network, target: Network, depth: int, tokens: int) -> None:
         super().__init__(network)
         self.depth, self._seed, self._tokens = depth, target, tokens
-        self._logits = torch.zeros(0, 0, 0)
-
-    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
-        """At most the number of tokens that a pass predicts."""
-        return np.minimum(super().max_depths(context), self.depth)
-
-    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
-        """The logits of depth `d` for nodes at depth `d`; a new tree computes those of all depths."""
-        if tree.nodes == 1:
-            self._logits = self._predict(context.select(np.flatnonzero(context.max_depth).tolist()))
-        return scores_by_depth(self._logits, tree, frontier, [bool(depth) for depth in context.max_depth])
 
     def _predict(self, context: Context) -> Float[torch.Tensor, "l r v"]:
         """Logits of all depths. The random tokens depend on the length of the text and its last token."""
+        context = context.select(np.flatnonzero(context.max_depth).tolist())
         if not context.rows:
             return torch.zeros(self.depth, 0, self._target.vocab)
-        drawn = [
-            np.random.default_rng((t.length, last)).integers(1, self._tokens, self.depth - 1).tolist()
-            for t, last in zip(context.sequences, context.last_tokens, strict=True)
-        ]
-        chains = [[last, *noise] for last, noise in zip(context.last_tokens, drawn, strict=True)]
-        tree = tree_from_lists(chains, [list(range(-1, self.depth - 1))] * len(chains))
+        chains, count = [[last] for last in context.last_tokens], self.depth - 1
+        for chain, text in zip(chains, context.sequences, strict=True):
+            chain += np.random.default_rng((text.length, *chain)).integers(1, self._tokens, count).tolist()
+        tree = tree_from_lists(chains, [list(range(-1, count))] * len(chains))
         seed, parts = np.arange(self.depth)[None] == 0, list[torch.Tensor]()
         for network, part in ((self._seed, seed), (self.network, ~seed)):
             marks = np.repeat(part, len(chains), 0)

@@ -22,10 +22,8 @@ def is_speculator(folder: Path) -> bool:
     """Whether a directory holds a trained speculator, in Foretell's or another known format, or an adapter, and not a
     language model; or a GGUF file a drafter.
     """
-    if folder.is_file():
-        return is_drafter(folder)
-    if not (folder / CONFIG).is_file():
-        return adapter_folder(folder) is not None
+    if folder.is_file() or not (folder / CONFIG).is_file():
+        return is_drafter(folder) or adapter_folder(folder) is not None
     return "kind" in read_config(folder) or is_assistant(folder) or find_format(folder) is not None
 
 

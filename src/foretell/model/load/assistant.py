@@ -91,7 +91,7 @@ class _AssistantFile(GGUF):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         own = {key.replace(_GGUF_KIND, _TARGETS_KIND, 1): value for key, value in self.metadata.items()}
-        none = {f"{_TARGETS_KIND}.{key}": 0 for key in ("nextn_predict_layers", "attention.shared_kv_layers")}
+        none = dict.fromkeys(("gemma4.nextn_predict_layers", "gemma4.attention.shared_kv_layers"), 0)
         self.metadata = own | none | {"general.architecture": _TARGETS_KIND}
         self.tensors = {_PROJECTIONS.get(name, name): info for name, info in self.tensors.items()}
 

@@ -45,7 +45,7 @@ class Checkpoint(ABC):
 
     @property
     def folder(self) -> Path | None:
-        """The directory of its first file; None: its weights are made up."""
+        """The directory of its files; None: its weights are made up."""
         return self._weights.files[0].parent if self._weights.files else None
 
     @property

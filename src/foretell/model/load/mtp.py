@@ -28,8 +28,7 @@ from foretell.model.run.network import Network
 
 Tensor = torch.Tensor
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_MOST_MODULES = 64
-"""Layers of multi-token prediction that are looked for, more than any model has."""
+_MOST_MODULES = 64  # that are looked for; no model has so many
 
 
 class _LayerWeights(DelegatedWeights):
@@ -86,16 +85,15 @@ def _modules(names: PredictionNames, weights: Weights) -> list[PredictionNames]:
     Raises:
         ValueError: their numbers have a gap.
     """
-    every = [names.of_module(i) for i in range(_MOST_MODULES)]
-    there = [weights.get(f"{each.layer}input_layernorm.weight") is not None for each in every]
-    count = there.index(False)
+    modules = [names.of_module(i) for i in range(_MOST_MODULES)]
+    there = [weights.get(f"{each.layer}input_layernorm.weight") is not None for each in modules]
+    count = max(there.index(False), 1)
     if any(there[count:]):
-        further = every[there.index(True, count)].layer
         raise ValueError(
-            f"{weights.source}: it has a layer of multi-token prediction at {further}* and none at "
-            f"{every[count].layer}*; is the checkpoint complete?"
+            f"{weights.source}: its layers of multi-token prediction have a gap at {modules[count].layer}*; is the "
+            "checkpoint complete?"
         )
-    return every[: max(count, 1)]
+    return modules[:count]
 
 
 def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path | None = None) -> MTPLayer:

@@ -2,9 +2,7 @@
 added to the embeddings of its tokens.
 """
 
-import json
 import logging
-import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,22 +14,21 @@ from foretell.utils.validation import Fields, read_json
 
 log = logging.getLogger(__name__)
 _CONFIG, _STEM, _WEIGHT, _BIAS = "config.json", "warp_model", "target_proj.weight", "target_proj.bias"
-_SCALE = 0.02
-"""Of the authors' code where the configuration has none."""
+_SCALE = 0.02  # of the authors' code
 
 
 class StateProjection(NamedTuple):
     """What is added to a token's embedding: `weight @ states + bias`, of the target's states at the token before."""
 
     layers: tuple[int, ...]
-    """Layers of the target whose hidden states are read, ascending."""
+    """Layers of the target whose hidden states are read."""
     weight: Float[torch.Tensor, "d ms"]
     bias: Float[torch.Tensor, " d"]
 
 
 def load_state_projection(folder: Path, hidden: int, target_layers: int, target_hidden: int) -> StateProjection | None:
-    """The projection of a draft model of width `hidden`; None: it is no PARD-2 model, or one of another target's width,
-    or without a projection, which drafts from tokens alone, as it was trained to do, too.
+    """The projection of a draft model of width `hidden`; None: it is not PARD-2, or without one or for another width:
+    then it drafts from tokens alone, as it was trained to do, too.
 
     Raises:
         ValueError: it is damaged, a pickle, or names layers that the target lacks.
@@ -41,30 +38,23 @@ def load_state_projection(folder: Path, hidden: int, target_layers: int, target_
     if not (read.flag("pard2", default=False) or raw.get("spd_type") == "pard2"):
         return None
     named = read.integers("pard2_target_layers")
-    width = read.integer("pard2_target_dim", "pard_target_dim", default=4096, least=1)
-    if width != len(named) * target_hidden:
-        log.warning(
-            "%s: it projects %d numbers of a target's states, and this one has %d: it drafts from tokens alone",
-            folder, width, len(named) * target_hidden,
-        )  # fmt: skip
+    width = read.integer("pard2_target_dim", "pard_target_dim", default=4096)
+    fits = width == len(named) * target_hidden
+    file = _file_of(folder) if fits else None
+    if file is None:
+        why = f"there is no {_WEIGHT}" if fits else f"it projects {width} numbers of a target's states"
+        log.warning("%s: it drafts from tokens alone: %s", folder, why)
         return None
     # Entries of the list that transformers gives: the embeddings, outputs of blocks, and last the normed output.
     entries = [i + target_layers + 1 if i < 0 else i for i in named]
     if not all(0 <= i <= target_layers for i in entries):
         raise read.wrong("pard2_target_layers", f"of {target_layers + 1} states of its target", list(named))
-    file = _file_of(folder)
-    if file is None:
-        log.warning("%s: there is no %s, so it drafts from tokens alone", folder, _WEIGHT)
-        return None
     scale = read.number("pard2_scale", "pard_scale", "feat_scale", default=_SCALE)
     weight = file.tensor(_WEIGHT).float() * scale
     bias = file.tensor(_BIAS).float() * scale if _BIAS in file.dtypes else torch.zeros(hidden)
     if weight.shape != (hidden, width) or bias.shape != (hidden,):
         raise ValueError(f"{file.path}: {_WEIGHT} should be {hidden} x {width}, found {list(weight.shape)}")
-    layers = [target_layers + 1 if i == target_layers else i for i in entries]
-    order = sorted(range(len(layers)), key=layers.__getitem__)
-    parts = weight.chunk(len(layers), 1)
-    return StateProjection(tuple(layers[i] for i in order), torch.cat([parts[i] for i in order], 1), bias)
+    return StateProjection(tuple(target_layers + 1 if i == target_layers else i for i in entries), weight, bias)
 
 
 def _file_of(folder: Path) -> SafetensorsFile | None:
@@ -75,11 +65,5 @@ def _file_of(folder: Path) -> SafetensorsFile | None:
     pickle = folder / f"{_STEM}.bin"
     if not pickle.is_file():
         return None
-    code = (
-        f"import pathlib, torch, safetensors.torch as s; p = pathlib.Path({json.dumps(str(pickle.absolute()))}); "
-        f's.save_file(torch.load(p, map_location="cpu", weights_only=True), p.with_suffix(".safetensors"))'
-    )
-    raise ValueError(
-        f"{pickle}: a pickle, and unpickling can run code; convert it once where you trust it: "
-        f"python -c {shlex.quote(code)}"
-    )
+    how = f"write what torch.load reads to {_STEM}.safetensors by save_file of safetensors.torch"
+    raise ValueError(f"{pickle}: a pickle, and unpickling can run code; convert it once where you trust it: {how}")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.speculator.config_file import CONFIG
 from foretell.speculator.formats.base import (
     CheckpointFormat,
     ConvertedCheckpoint,
@@ -172,37 +173,25 @@ def _read_authors(
     }
     if files.has(_DOMINO):
         values["predicts_from_anchor"] = Fields({**files.config, **own.raw}, own.source).flag("shift_label")
-    causal = _is_causal(files, own)
-    types = files.fields.texts("layer_types")
-    if types:
-        values["window_causal"] = causal is not False and _SLIDING in types
-    read = _read(files, files.config, values, target, embedding_and_head, bool(causal) and _SLIDING not in types)
+    # In vLLM and SpecForge the type of a layer decides, unless a flag does; JetSpec has a flag of its own.
+    places = [(fields, name) for name in ("is_causal", "causal", "causal_head") for fields in (files.fields, own)]
+    flags = [fields.flag(name) for fields, name in places if fields.has(name)]
+    values["window_causal"] = flags[0] if flags else _SLIDING in files.fields.texts("layer_types")
+    read = _read(files, files.config, values, target, embedding_and_head)
     keys = (*_HEAD_KEYS, *_OPTIONS, "target_layer_ids", "mask_token_id", "block_size")
     refuse_other_keys(files.fields, LAYER, ("dflash_config", "num_target_layers"), keys)
     refuse_other_keys(own, ("attention_mode",), keys)
     return read
 
 
-def _is_causal(files: PublishedCheckpoint, own: Fields) -> bool | None:
-    """What the flags say of whether slots see later ones; None: there is none, and only layers with a window hide them,
-    as in vLLM and SpecForge. JetSpec has a flag of its own.
-
-    Raises:
-        ValueError: they contradict each other.
-    """
-    places = [(fields, name) for name in ("is_causal", "causal", "causal_head") for fields in (files.fields, own)]
-    flags = {name: fields.flag(name) for fields, name in places if fields.has(name)}
-    if len(set(flags.values())) > 1:
-        name, *others = flags
-        raise ValueError(f"{files.folder}: {name} and {' and '.join(others)} say different things; correct config.json")
-    return next(iter(flags.values()), None)
-
-
 def _read_speculators(
     files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
     layer = library_layer(files)
-    kind, sliding = files.config.get("speculators_model_type"), _SLIDING in _types(layer, files)
+    kind, sliding = (
+        files.config.get("speculators_model_type"),
+        _SLIDING in Fields(layer, files.fields.source).texts("layer_types"),
+    )
     values = {
         "window_from_anchor": sliding,
         "window_causal": sliding and not files.fields.flag("sliding_window_non_causal", default=kind == "dflash2"),
@@ -216,34 +205,27 @@ def _read_speculators(
     return read
 
 
-def _types(layer: Mapping[str, Any], files: PublishedCheckpoint) -> tuple[str, ...]:
-    """The types of the layers; none: all are alike."""
-    return Fields(layer, files.fields.source).texts("layer_types")
-
-
 def _read(
     files: PublishedCheckpoint,
     raw: Mapping[str, Any],
     values: Mapping[str, Any],
     target: TargetInfo,
     embedding_and_head: EmbeddingAndHead,
-    causal: bool = False,
 ) -> ConvertedCheckpoint:
-    """`causal`: slots see no later ones in any layer, and the layers have no windows."""
     _check_options(files, raw, values, embedding_and_head)
     shape = layer_shape(files, raw, target.vocab)
-    _check(files, values, target)
+    if not values["hidden_layers"]:
+        raise ValueError(f"{files.folder / CONFIG}: it names no layers of its target that it reads; is it complete?")
+    check_layers_read(files, values["hidden_layers"], target)
+    check_mask_token_read(files, values["mask_token"], target)
     markov = files.find(_MARKOV_IN)
     trained_for = target_info(files, target, shape.hidden, target.vocab if markov is None else len(markov))
     own = OwnTensors.find(files, target, embedding_and_head)
     keys = Fields({**files.config, **files.fields.fields("dflash_config").raw}, files.fields.source)
     convolution = files.has(_CONVOLUTION.format(0, "attention", "base_kernel"))
     layers = layer_values(files, raw, shape, own)
-    if causal and layers.get("window_layers"):
-        raise files.fields.wrong("layer_types", "given where blocks are causal and layers have a window", None)
-    if causal:
-        every = tuple(range(shape.layers))
-        layers |= {"window": shape.context + EXTRA_POSITIONS, "window_layers": every, "window_causal": True}
+    if values["window_causal"] and not layers.get("window_layers"):
+        layers |= {"window": shape.context + EXTRA_POSITIONS, "window_layers": tuple(range(shape.layers))}
     config = DFlashConfig(
         target=trained_for,
         markov_rank=0 if markov is None else markov.shape[1],
@@ -251,7 +233,8 @@ def _read(
         convolution=convolution,
         convolution_group=keys.integer("conv_group_size", least=1) if convolution else 16,
         correction=_correction(files, keys),
-        **(values | layers),
+        **layers,
+        **values,
     )
     return convert(files, config, tensor_sources(config), own)
 
@@ -267,9 +250,11 @@ def _check_options(
     `raw`: the layers' configuration.
     """
     own = {**raw, **files.config, **files.fields.fields("dflash_config").raw}
-    markov, types = files.has(_MARKOV_IN), _types(raw, files)
+    markov, types = files.has(_MARKOV_IN), Fields(raw, files.fields.source).texts("layer_types")
     domino = files.has(_DOMINO)
-    mixed = len(set(types)) > 1 or ("speculators_model_type" in files.config and _SLIDING not in types)
+    library = "speculators_model_type" in files.config
+    unsaid = not types and bool(own.get("use_sliding_window"))
+    mixed = len(set(types)) > 1 or unsaid or (library and _SLIDING not in types)
     causal = (False,) if mixed else (False, True)
     with_bias = any(name.endswith("attention_sink_bias") for name in files.names)
     selector = files.find("candidate_selector.predecessor_codebook")
@@ -297,15 +282,6 @@ def _check_options(
         if own.get(name) not in (None, *known):
             wanted = " or ".join(map(str, known))
             raise files.fields.wrong(name, f"{wanted}: nothing else is supported for DFlash here", own[name])
-
-
-def _check(files: PublishedCheckpoint, values: Mapping[str, Any], target: TargetInfo) -> None:
-    """Refuse what would draft wrongly."""
-    place = files.folder / "config.json"
-    if not values["hidden_layers"]:
-        raise ValueError(f"{place}: it names no layers of its target whose hidden states it reads; is it complete?")
-    check_layers_read(files, values["hidden_layers"], target)
-    check_mask_token_read(files, values["mask_token"], target)
 
 
 def check_exported(network: DFlash, format_name: str) -> None:
@@ -398,6 +374,7 @@ def _write_authors(network: Speculator, verifier: Verifier, folder: Path) -> Non
         "base_model_name_or_path": verifier.name,
         "num_target_layers": c.target.layers,
         "block_size": c.block_size,
+        **({"is_causal": True} if c.causal else {}),  # read by vLLM and SGLang; JetSpec reads `causal_head`
         "dflash_config": {
             "mask_token_id": mask,
             "target_layer_ids": [layer - 1 for layer in c.recorded_layers],

@@ -90,14 +90,12 @@ class GGUFCheckpoint(PublishedCheckpoint):
 
 
 def is_drafter(path: Path) -> bool:
-    """Whether a GGUF file holds a drafter of a known architecture, an assistant, or a model's layer of multi-token
-    prediction.
-    """
+    """Whether a GGUF file holds a drafter of a known architecture, or what `mtp` drafts with."""
     if not path.is_file():
         return False
     file = GGUFHeader(path)
-    known = file.metadata.get("general.architecture") in (_EAGLE3, _DFLASH) or is_assistant(path)
-    return known or holds_prediction_alone(file)
+    kind = file.metadata.get("general.architecture")
+    return kind in (_EAGLE3, _DFLASH) or is_assistant(path) or holds_prediction_alone(file)
 
 
 def open_gguf(path: Path) -> PublishedCheckpoint:

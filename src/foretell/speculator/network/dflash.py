@@ -56,9 +56,7 @@ class DFlashConfig(CachedLayersConfig):
     correction: AnyCorrection | None = Field(None, discriminator="kind")
     """A head that corrects a slot's predictions by the tokens that are drafted before it."""
     window_causal: bool = False
-    """In layers with a window a slot attends to no later slots of its block; where all have one as long as the context,
-    that is JetSpec's causal block (arXiv 2606.18394).
-    """
+    """In layers with a window a slot attends to no later slots of its block; see `causal`."""
     window_from_anchor: bool = False
     """The window of all slots holds the last positions before the anchor, in addition to the block, as the library
     `speculators` trains it; else the window of a slot counts itself and what is before it, as in SpecForge and vLLM.
@@ -83,12 +81,9 @@ class DFlashConfig(CachedLayersConfig):
 
     @property
     def causal(self) -> bool:
-        """Whether a slot attends to all tokens before it and to no later ones, in every layer (JetSpec)."""
-        return (
-            self.window_causal
-            and len(self.window_layers) == self.layers
-            and (self.window >= self.decoder_config.context)
-        )
+        """Whether slots see all that is before them and nothing later, by windows that hold all (arXiv 2606.18394)."""
+        whole = self.window >= self.decoder_config.context and len(self.window_layers) == self.layers
+        return self.window_causal and whole
 
     @property
     def depth(self) -> int:

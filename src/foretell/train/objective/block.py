@@ -11,8 +11,7 @@ from foretell.train.objective.distillation import Objective, label_losses
 from foretell.train.objective.unrolled import TargetLabels
 
 Weighting = Literal["dpace", "decay", "uniform"]
-"""How the places of a block are weighted: by expected acceptance (D-PACE), by a fixed exponential decay, or alike
-(JetSpec)."""
+"""Weights of the places of a block: by expected acceptance (D-PACE), by an exponential decay, or alike (JetSpec)."""
 _SMOOTHING = 0.5
 """Share of a probability in D-PACE's factors; the rest is 1, so that later places count before earlier ones are
 learned."""

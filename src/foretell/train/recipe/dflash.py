@@ -147,8 +147,8 @@ class DFlashRecipe(LabelledRecipe):
 
 def _config_values(setup: RecipeSetup, o: DFlashTraining) -> dict[str, Any]:
     shared = {"block_size", "predicts_from_anchor", "fc_norm", "markov_rank", "confidence", "convolution"}
-    whole = setup.config.context + EXTRA_POSITIONS
-    every = {"window": o.window or whole, "window_layers": tuple(range(o.layers)), "window_causal": True}
+    window = o.window or setup.config.context + EXTRA_POSITIONS
+    every = {"window": window, "window_layers": tuple(range(o.layers)), "window_causal": True}
     return {
         **setup.layer_values(o),
         **(every if o.causal else {}),
