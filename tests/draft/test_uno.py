@@ -67,7 +67,8 @@ def reference(text: list[int], noise: list[int]) -> torch.Tensor:
     rows = torch.arange(len(text) + len(noise))[None, :, None] >= len(text)
 
     def add(pair: tuple[torch.Tensor, torch.Tensor], module: object, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        return output + rows * (ALPHA / RANK) * (inputs[0] @ pair[0].T @ pair[1].T)
+        update: torch.Tensor = inputs[0] @ pair[0].T @ pair[1].T
+        return output + rows * (ALPHA / RANK) * update
 
     hooks = [target.get_submodule(n).register_forward_hook(partial(add, pair)) for n, pair in factors.items()]
     logits: torch.Tensor = target(torch.tensor([[*text, *noise]])).logits[0, -DEPTH:]

@@ -262,7 +262,7 @@ def test_blocks_of_jetspec_are_causal(tmp_path: Path, key: str, kernels: bool) -
 
 @pytest.mark.parametrize("format_name", ["dflash", "speculators"])
 def test_what_is_exported_of_jetspec_stays_causal(tmp_path: Path, format_name: str) -> None:
-    network: Speculator = read(put(tmp_path / "in", *jetspec()))
+    network = read(put(tmp_path / "in", *jetspec()))
     export(network, VERIFIER, format_name, tmp_path / "out")
     again, config = read(tmp_path / "out"), json.loads((tmp_path / "out" / "config.json").read_text())
     torch.testing.assert_close(block_logits(again), block_logits(network))

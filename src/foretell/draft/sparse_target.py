@@ -1,5 +1,7 @@
 """Drafting with the target itself in its cache: with a part of its neurons, or with an adapter over noise."""
 
+from typing import TypeAlias
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,7 +17,7 @@ from foretell.model.run.partial_pass import with_ancestors
 from foretell.model.run.runner import DraftsInCache, Runner, required
 
 _NO_ENGINE = "a drafter that shares the cache of its target works in an engine only"
-_Marks = Bool[np.ndarray, "b n"]
+_Marks: TypeAlias = Bool[np.ndarray, "b n"]
 
 
 class SparseTargetDrafter(Predictor):

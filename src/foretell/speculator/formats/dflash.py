@@ -188,10 +188,8 @@ def _read_speculators(
     files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
     layer = library_layer(files)
-    kind, sliding = (
-        files.config.get("speculators_model_type"),
-        _SLIDING in Fields(layer, files.fields.source).texts("layer_types"),
-    )
+    kind = files.config.get("speculators_model_type")
+    sliding = _SLIDING in Fields(layer, files.fields.source).texts("layer_types")
     values = {
         "window_from_anchor": sliding,
         "window_causal": sliding and not files.fields.flag("sliding_window_non_causal", default=kind == "dflash2"),
@@ -253,8 +251,7 @@ def _check_options(
     markov, types = files.has(_MARKOV_IN), Fields(raw, files.fields.source).texts("layer_types")
     domino = files.has(_DOMINO)
     library = "speculators_model_type" in files.config
-    unsaid = not types and bool(own.get("use_sliding_window"))
-    mixed = len(set(types)) > 1 or unsaid or (library and _SLIDING not in types)
+    mixed = len(set(types)) > 1 or (library and _SLIDING not in types) or (not types and own.get("use_sliding_window"))
     causal = (False,) if mixed else (False, True)
     with_bias = any(name.endswith("attention_sink_bias") for name in files.names)
     selector = files.find("candidate_selector.predecessor_codebook")
