@@ -1,6 +1,4 @@
-"""Loads what PARD-2 adds to a draft model (arXiv 2605.08632): a projection of its target's hidden states, which is
-added to the embeddings of its tokens.
-"""
+"""Loads PARD-2's projection of its target's hidden states (arXiv 2605.08632)."""
 
 import logging
 from pathlib import Path
