@@ -70,8 +70,9 @@ class SparseTargetDrafter(Predictor):
             known = self._read.of(context, read[:, :0])
             read[:, : known.shape[1]] = known
         active = (with_ancestors(tree, wanted) & ~read) | wanted
+        scores = self._forward(self.network, context, tree, active, wanted)
         self._read.put(context, read | active)
-        return self._forward(self.network, context, tree, active, wanted)
+        return scores
 
     def _forward(self, network: Network, context: Context, tree: TokenTree, read: _Marks, wanted: _Marks) -> NodeLogits:
         if self._cache is None:
