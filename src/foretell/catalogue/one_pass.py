@@ -61,14 +61,15 @@ def pard(context: BuildContext, options: DFlashOptions) -> AnyMethod:
     """PARD with the tree of the options: a model with a mask token that was named, or the target with an adapter for
     random tokens (UNO), else a trained speculator.
     """
-    depth = options.num_steps or _PARD_DEPTH
+    depth, kind = options.num_steps or _PARD_DEPTH, f"{_LEVELS} (num_steps)"
+    if context.drafts and not context.speculators:
+        return method_of_levels(_pard_model(context, depth), depth, kind, options)
     adapter = None if context.speculator is None else adapter_folder(context.speculator)
-    if adapter is None and (context.speculators or not context.drafts):
-        network = trained_speculator(context, "pard")
-        assert isinstance(network, PardNetwork)
-        return pard_method(network, options)
-    drafter = _pard_model(context, depth) if adapter is None else _uno(context, str(adapter), depth)
-    return method_of_levels(drafter, depth, f"{_LEVELS} (num_steps)", options)
+    if adapter is not None:
+        return method_of_levels(_uno(context, str(adapter), depth), depth, kind, options)
+    network = trained_speculator(context, "pard")
+    assert isinstance(network, PardNetwork)
+    return pard_method(network, options)
 
 
 def _uno(context: BuildContext, adapter: str, depth: int) -> UnoDrafter:
