@@ -34,7 +34,7 @@ def concatenate_states(parts: Sequence[TargetStates]) -> TargetStates:
 def _gather(parts: Sequence[TargetStates], layer: int) -> torch.Tensor:
     """A copy of the states of one layer."""
     first = parts[0].hidden_states[layer]
-    out = first.new_empty(sum(len(p.place) for p in parts), first.shape[1])
+    out: torch.Tensor = first.new_empty(sum(len(p.place) for p in parts), first.shape[1])
     if first.device.type == "cpu":
         np.concatenate([movable_view(p.hidden_states[layer])[p.place] for p in parts], out=movable_view(out))
     else:
