@@ -57,7 +57,10 @@ def prepare(given: SimpleNamespace, out: Path) -> dict[str, NatModel]:
     for kind, pairs in _TRAININGS:
         if pairs == _DISTILLED and not (out / pairs).exists():
             print("distilling", flush=True)
-            write_pairs(out / pairs, distilled(read_pairs(out / _RAW), load_model(out / _AR)))
+            c = (teacher := load_model(out / _AR)).config
+            taught = distilled(read_pairs(out / _RAW), teacher)
+            # Outputs that do not end teach nothing, and are too long for fertilities.
+            write_pairs(out / pairs, (p for p in taught if len(c.target.encode(p.references[0])) < c.max_target))
         names.append(kind if pairs == _RAW else f"{kind}-distilled")
         words = {"subwords": given.subwords} if kind == _AR else {"words_of": str(out / _AR)}
         trainer = NatTrainer(
