@@ -104,3 +104,19 @@ def test_a_preempted_request_is_cancelled_with_what_it_has() -> None:
     assert update.statistics is not None
     assert update.statistics.new_tokens > 0
     assert set(engine.statistics) == set(numbers) - {preempted[0]}
+
+
+def test_a_long_prompt_takes_no_room_in_the_rows_beside_it() -> None:
+    """Three answers that fit into a block each, and a prompt of three, with room for drafts of two."""
+    engine = engine_of(8, "autoregressive")
+    requests = [Request(random_tokens(20, seed=i), max_new_tokens=30) for i in range(3)]
+    with unchecked():
+        for request in requests:
+            engine.submit(request)
+        while any(not statistics.new_tokens for statistics in engine.statistics.values()):
+            engine.step()
+        engine.submit(Request(random_tokens(3 * BLOCK_SLOTS - 10, seed=3), max_new_tokens=5))
+        while engine.busy:
+            engine.step()
+            assert blocks_in_use(engine) <= 6, "without drafts"
+    assert engine.preemptions == 0

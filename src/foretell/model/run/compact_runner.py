@@ -74,8 +74,8 @@ class CompactRunner(NetworkRunner):
         self, rows: Rows, tree: TokenTree, *, active: Marks = None, scored: Marks = None, hidden_layers: Layers = ()
     ) -> ModelOutput:
         """Run nodes of a tree; see `Runner.forward`."""
-        self._reserve(rows, tree.nodes)
         active = tree.active if active is None else active
+        self._reserve_active(rows, active)
         slots = [self.slots(row) for row in rows]
         return self._forward_layers(rows, tree, slots, active, scored, hidden_layers)
 

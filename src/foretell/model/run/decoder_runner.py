@@ -40,8 +40,8 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
         self, rows: Rows, tree: TokenTree, *, active: Marks = None, scored: Marks = None, hidden_layers: Layers = ()
     ) -> ModelOutput:
         """Run nodes of a tree; see `Runner.forward`."""
-        self._reserve(rows, tree.nodes)
         active = tree.active if active is None else active
+        self._reserve_active(rows, active)
         length = [self._length[row] for row in rows]
         self.cache.begin(rows, length, tree.prefix_length.tolist(), tree.nodes)
         begun, self._begun = self._begun, []

@@ -168,8 +168,15 @@ class NetworkRunner(Runner, LimitsCache, ReadsImages):
         return states, output.routes
 
     def _reserve(self, rows: Sequence[int], nodes: int) -> None:
+        """Make room for so many nodes after the tokens of each row."""
         self._length += [0] * (max(rows) + 1 - len(self._length))
         self.cache.reserve(rows, [self.slots(row) + nodes for row in rows])
+
+    def _reserve_active(self, rows: Sequence[int], active: Bool[np.ndarray, "b n"]) -> None:
+        """Make room for the nodes of a pass: beside a prompt, the other rows take no room for as many as it has."""
+        self._length += [0] * (max(rows) + 1 - len(self._length))
+        last = (active.shape[1] - active[:, ::-1].argmax(1)) * active.any(1)
+        self.cache.reserve(rows, [self.slots(row) + n for row, n in zip(rows, last.tolist(), strict=True)])
 
     @in_inference_mode
     def commit(self, row: int, path: Sequence[int]) -> None:
