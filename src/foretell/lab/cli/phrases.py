@@ -1,0 +1,85 @@
+"""`foretell phrases`: text that is copied phrase by phrase from an index."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from foretell.cli import options
+from foretell.cli.setup import load_model
+from foretell.lab.cli.quantize import Force, check_output
+from foretell.lab.phrases.encoders import PhraseEncoders
+from foretell.lab.phrases.generate import Phrases, generate
+from foretell.lab.phrases.index import Related, States, encode, read_pieces
+from foretell.lab.phrases.train import PhraseSettings, train
+from foretell.train.loop.model_card import CARD
+from foretell.utils.unfinished import whole
+
+app = options.group("Write text by copying phrases from an index (Copy is All You Need). LOSSY.")
+
+Text = Annotated[list[Path], typer.Option(metavar="PATH", help="Texts to learn or to copy from; repeatable.")]
+Tokens = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of --text that are read, of every text as many.")]
+
+
+@app.command("train")
+@options.with_settings(PhraseSettings())
+def train_command(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the encoders to write.")],
+    text: Text,
+    model: options.Model = options.DEFAULT_MODEL,
+    tokens: Tokens = 64_000,
+    settings: options.Settings = options.NO_SETTINGS,
+    force: Force = False,
+) -> None:
+    """Train the prefix and the phrase encoder on states of a frozen model; every tenth piece of the texts is held out.
+
+    foretell phrases train --text articles --out phrases
+    """
+    check_output(out, force)
+    asked, target, losses = PhraseSettings(**settings), load_model(model), list[float]()
+    pieces, _ = read_pieces(text, target, tokens)
+    with Console(file=sys.stderr).status("reading the texts") as status, whole(out) as part:
+
+        def report(step: int, loss: float) -> None:
+            losses.append(loss)
+            status.update(f"step {step} of {asked.steps}, loss {loss:.3f}")
+
+        corpus = encode(pieces, States(target))
+        train(corpus, pieces, Related(pieces, target.config.vocab), asked, report).save(part)
+        first, last = (sum(some) / len(some) for some in (losses[:20], losses[-20:]))
+        done = (
+            f"{len(pieces)} pieces, {asked.steps} steps, loss {first:.3f} in the first 20 and {last:.3f} in the last 20"
+        )
+        command = shlex.join(["foretell", *sys.argv[1:]])
+        (part / CARD).write_text(f"# Phrase encoders for {model}\n\n{done}\n\n```\n{command}\n```\n", "utf-8")
+    typer.echo(f"{out}: {done}", err=True)
+
+
+@app.command("generate")
+def generate_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of `foretell phrases train`.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Beginning of the text.")],
+    text: Text,
+    model: options.Model = options.DEFAULT_MODEL,
+    tokens: Tokens = 64_000,
+    documents: Annotated[int, typer.Option(metavar="N", min=1, help="Pieces to copy from, the most like PROMPT.")] = 30,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to write.")] = 96,
+    top_p: Annotated[float, typer.Option(metavar="P", min=0, max=1, help="Nucleus; 0: the likeliest.")] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of sampling.")] = 0,
+) -> None:
+    """Go on with a text. LOSSY: phrases are copied from --text, whatever the model itself would write.
+
+    foretell phrases generate phrases "The war began when" --text articles
+    """
+    target = load_model(model)
+    states, encoders = States(target), PhraseEncoders.open(folder, target.config.hidden)
+    (pieces, _), begin = read_pieces(text, target, tokens), target.codec.encode(prompt)
+    if not begin:
+        raise ValueError("PROMPT is empty; give the beginning of a text")
+    near = Related(pieces, target.config.vocab).nearest(begin, documents)
+    table = encoders.encode_phrases(encode([pieces[i] for i in near], states))
+    written = generate(begin, states, Phrases(encoders, table), max_new_tokens, top_p, seed)
+    typer.echo(prompt + target.codec.decode(written.tokens))
