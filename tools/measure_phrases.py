@@ -18,8 +18,7 @@ import typer
 from jaxtyping import Float, Int
 
 from foretell.cli.setup import load_model
-from foretell.lab.phrases.encoders import PhraseEncoders, PhraseTable, log_total
-from foretell.lab.phrases.generate import Phrases, Written, generate
+from foretell.lab.phrases.encoders import PhraseEncoders, Phrases, PhraseTable, generate, log_total
 from foretell.lab.phrases.index import LENGTHS, Corpus, Related, States, encode, hashes, read_pieces
 
 PROMPT = 32
@@ -80,10 +79,8 @@ def held_out(
         rest = torch.tensor(piece[PROMPT:])
         own = logs[PROMPT - 1 : -1].gather(1, rest[:, None])[:, 0]
         order = torch.randperm(len(table.tokens), generator=torch.Generator().manual_seed(0))
-        other, query = (
-            PhraseTable(table.tokens, table.start[order], table.end[order]),
-            encoders.encode_prefixes(before[PROMPT:]),
-        )
+        other = PhraseTable(table.tokens, table.start[order], table.end[order])
+        query = encoders.encode_prefixes(before[PROMPT:])
         values = [float(own.sum())]
         for one in (table, other):
             phrase, token = phrase_log_probabilities(one, query, rest)
@@ -104,15 +101,21 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def row(name: str, written: Sequence[Written], texts: Sequence[str]) -> str:
-    """A line of the table."""
+def log_probability(prompt: Sequence[int], text: Sequence[int], states: States) -> float:
+    """Of a text after a prompt, by the model."""
+    states.restart()
+    logs = states.read([*prompt, *text], scored=True)[2][len(prompt) - 1 : -1]
+    return float(logs[range(len(text)), list(text)].sum())
+
+
+def row(name: str, written: Sequence[Sequence[Sequence[int]]], texts: Sequence[str], logs: Sequence[float]) -> str:
+    """A line of the table, of the choices that were made for every text."""
     rates = [f"{100 * sum(repetition(t, n) for t in texts) / len(texts):.1f}" for n in (2, 3, 4)]
-    spread, total = [100 * diversity(t) for t in texts], sum(len(w.tokens) for w in written)
+    sizes, spread = [len(choice) for w in written for choice in w], [100 * diversity(t) for t in texts]
     low, high = interval(spread)
     cells = [name, *rates, f"{sum(spread) / len(spread):.1f} ({low:.1f} to {high:.1f})"]
-    cells.append(f"{exp(-sum(w.log_probability for w in written) / total):.2f}")
-    cells.append(f"{sum(w.copied for w in written) / total:.0%}")
-    return "| " + " | ".join([*cells, f"{total / sum(w.choices for w in written):.2f}"]) + " |"
+    cells += [f"{exp(-sum(logs) / sum(sizes)):.2f}", f"{sum(n for n in sizes if n > 1) / sum(sizes):.0%}"]
+    return "| " + " | ".join([*cells, f"{sum(sizes) / len(sizes):.2f}"]) + " |"
 
 
 def main(
@@ -146,7 +149,9 @@ def main(
                 generate(p[:PROMPT], states, Phrases(encoders, t) if copies else None, max_new_tokens, top_p, i)
                 for i, (p, t) in enumerate(zip(held, tables, strict=True))
             ]
-            print(row(f"{name}, {kind}", written, [target.codec.decode(w.tokens) for w in written]), flush=True)
+            whole = [[token for choice in w for token in choice] for w in written]
+            logs = [log_probability(p[:PROMPT], w, states) for p, w in zip(held, whole, strict=True)]
+            print(row(f"{name}, {kind}", written, [target.codec.decode(w) for w in whole], logs), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ from rich.console import Console
 from foretell.cli import options
 from foretell.cli.setup import load_model
 from foretell.lab.cli.quantize import Force, check_output
-from foretell.lab.phrases.encoders import PhraseEncoders
-from foretell.lab.phrases.generate import Phrases, generate
+from foretell.lab.phrases.encoders import PhraseEncoders, Phrases, generate, train
 from foretell.lab.phrases.index import Related, States, encode, read_pieces
-from foretell.lab.phrases.train import PhraseSettings, train
+from foretell.speculator.checkpoint import write_weights
 from foretell.train.loop.model_card import CARD
 from foretell.utils.unfinished import whole
 
@@ -25,13 +24,13 @@ Tokens = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of --text 
 
 
 @app.command("train")
-@options.with_settings(PhraseSettings())
 def train_command(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the encoders to write.")],
     text: Text,
     model: options.Model = options.DEFAULT_MODEL,
     tokens: Tokens = 64_000,
-    settings: options.Settings = options.NO_SETTINGS,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Gradient steps.")] = 400,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of weights and batches.")] = 0,
     force: Force = False,
 ) -> None:
     """Train the prefix and the phrase encoder on states of a frozen model; every tenth piece of the texts is held out.
@@ -39,20 +38,20 @@ def train_command(
     foretell phrases train --text articles --out phrases
     """
     check_output(out, force)
-    asked, target, losses = PhraseSettings(**settings), load_model(model), list[float]()
+    target, losses = load_model(model), list[float]()
     pieces, _ = read_pieces(text, target, tokens)
     with Console(file=sys.stderr).status("reading the texts") as status, whole(out) as part:
 
         def report(step: int, loss: float) -> None:
             losses.append(loss)
-            status.update(f"step {step} of {asked.steps}, loss {loss:.3f}")
+            status.update(f"step {step} of {steps}, loss {loss:.3f}")
 
-        corpus = encode(pieces, States(target))
-        train(corpus, pieces, Related(pieces, target.config.vocab), asked, report).save(part)
+        related = Related(pieces, target.config.vocab)
+        encoders = train(encode(pieces, States(target)), pieces, related, steps, seed, report)
+        part.mkdir()
+        write_weights(part, {name: t.detach().clone() for name, t in encoders.state_dict().items()})
         first, last = (sum(some) / len(some) for some in (losses[:20], losses[-20:]))
-        done = (
-            f"{len(pieces)} pieces, {asked.steps} steps, loss {first:.3f} in the first 20 and {last:.3f} in the last 20"
-        )
+        done = f"{len(pieces)} pieces, {steps} steps, loss {first:.3f} in the first 20 and {last:.3f} in the last 20"
         command = shlex.join(["foretell", *sys.argv[1:]])
         (part / CARD).write_text(f"# Phrase encoders for {model}\n\n{done}\n\n```\n{command}\n```\n", "utf-8")
     typer.echo(f"{out}: {done}", err=True)
@@ -82,4 +81,4 @@ def generate_command(
     near = Related(pieces, target.config.vocab).nearest(begin, documents)
     table = encoders.encode_phrases(encode([pieces[i] for i in near], states))
     written = generate(begin, states, Phrases(encoders, table), max_new_tokens, top_p, seed)
-    typer.echo(prompt + target.codec.decode(written.tokens))
+    typer.echo(prompt + target.codec.decode([t for choice in written for t in choice]))

@@ -1,4 +1,4 @@
-"""The prefix and the phrase encoder, and the distribution over phrases and tokens that they give."""
+"""The prefix and the phrase encoder, their training, and what is written from phrases and tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +10,16 @@ from jaxtyping import Float, Int
 from safetensors.torch import load_file
 from torch import nn
 
-from foretell.lab.phrases.index import LENGTHS, Corpus, hashes
-from foretell.speculator.checkpoint import WEIGHTS, write_weights
+from foretell.lab.phrases.index import LENGTHS, Corpus, Related, States, hashes
+from foretell.speculator.checkpoint import WEIGHTS
+from foretell.train.exits.descent import Descent, OnStep
 
 HALF, WIDTH, HEADS = 128, 256, 4
 """Numbers of half a phrase vector, and size of the layer that sees a document in both directions."""
 _FIRST_BIAS = -8.0
 """Of the scores of phrases, so that an untrained encoder copies little."""
+_RATE, _TEXTS, _RELATED = 1e-3, 3, 10
+"""Of the training: the largest learning rate, texts of a batch, and documents of it per text, those most like it."""
 
 
 class PhraseEncoders(nn.Module):
@@ -53,11 +56,6 @@ class PhraseEncoders(nn.Module):
         x = self.layer(self.read(torch.cat([before, middle], -1)), src_key_padding_mask=unread)
         start, end = self.parts(x).chunk(2, -1)
         return PhraseTable(documents.tokens, (start + self.start(before)).float(), end.float())
-
-    def save(self, folder: Path) -> None:
-        """Write the weights."""
-        folder.mkdir(parents=True, exist_ok=True)
-        write_weights(folder, {name: t.detach().contiguous().clone() for name, t in self.state_dict().items()})
 
     @staticmethod
     def open(folder: Path, hidden: int) -> "PhraseEncoders":
@@ -113,4 +111,85 @@ def longest_phrases(text: Int[torch.Tensor, " t"], documents: Int[torch.Tensor, 
         fits = [n for n, stands in known.items() if at + n <= len(text) and stands[at]]
         out.append((at, max(fits, default=1)))
         at += out[-1][1]
+    return out
+
+
+def train(
+    corpus: Corpus, pieces: Sequence[Sequence[int]], related: Related, steps: int, seed: int, on_step: OnStep
+) -> PhraseEncoders:
+    """Encoders trained on batches of texts, each with the documents most like it, from which it may be copied."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoders = PhraseEncoders(corpus.before.shape[-1])
+
+        def loss_of() -> Float[torch.Tensor, ""]:
+            texts = torch.randint(len(pieces), (_TEXTS,)).tolist()
+            near = {row for i in texts for row in related.nearest(pieces[i], _RELATED + 1)}
+            # A text of the batch is no document of it: its phrases would be found in itself.
+            return phrase_loss(encoders, corpus[texts], corpus[sorted(near - set(texts))])
+
+        Descent.of_blocks(steps, _RATE).run(list(encoders.parameters()), loss_of, on_step)
+    return encoders.eval()
+
+
+def phrase_loss(encoders: PhraseEncoders, texts: Corpus, documents: Corpus) -> Float[torch.Tensor, ""]:
+    """The mean cross-entropy of what comes next, where a text is cut into the longest phrases of the documents.
+
+    A phrase is told from all others of the batch: of unrelated documents, and (the hard ones) of documents like the
+    text, among them longer and shorter phrases at the right place. All places where it stands are right.
+    """
+    states, own, sizes = list[torch.Tensor](), list[torch.Tensor](), list[int]()
+    for tokens, before in zip(texts.tokens, texts.before, strict=True):
+        text = tokens[tokens >= 0]
+        for at, length in longest_phrases(text, documents.tokens):
+            states.append(before[at].float())
+            own.append(hashes(text[at : at + length], length)[0])
+            sizes.append(length)
+    table, query = encoders.encode_phrases(documents), encoders.encode_prefixes(torch.stack(states)).float()
+    with torch.autocast("cpu", enabled=False):  # which would round scores to three digits
+        scores = table.scores(query)
+        loss = log_total(scores).sum()
+    phrase, size = torch.stack(own), torch.tensor(sizes)
+    for length, score in zip(LENGTHS, scores, strict=True):
+        rows = size == length
+        right = score[rows].masked_fill(~table.copies(phrase[rows], length), float("-inf"))
+        loss = loss - right.logsumexp(-1).sum()
+    return loss / len(sizes)
+
+
+class Phrases:
+    """The different phrases of a table, after the tokens of the model: what a choice is made from."""
+
+    def __init__(self, encoders: PhraseEncoders, table: PhraseTable) -> None:
+        self._encoders, self._table = encoders, table
+        runs = (table.tokens.unfold(-1, n, 1).flatten(0, 1).unique(dim=0, return_inverse=True) for n in LENGTHS)
+        phrases, self._place = zip(*runs, strict=True)
+        self._counts, self.tokens = [len(p) for p in phrases], [t for p in phrases for t in p.tolist()]
+
+    def extend(self, tokens: Float[torch.Tensor, " v"], state: Float[torch.Tensor, "1 d"]) -> Float[torch.Tensor, " c"]:
+        """Log-probabilities of tokens and phrases, from those of tokens alone and the state that gave them."""
+        scores = self._table.scores(self._encoders.encode_prefixes(state))
+        parts = zip(self._counts, self._place, scores, strict=True)
+        of_phrases = [torch.zeros(n).index_add_(0, place, s[0].exp()).log() for n, place, s in parts]
+        return torch.cat([tokens, *of_phrases]) - log_total(scores)
+
+
+def generate(
+    prompt: Sequence[int], states: States, phrases: Phrases | None, most: int, top_p: float = 0.0, seed: int = 0
+) -> list[list[int]]:
+    """Go on with a prompt by tokens and phrases until there are `most` tokens. LOSSY: phrases are copied, whatever the
+    model itself would write.
+
+    `top_p` 0: the likeliest choice, else nucleus sampling. Without phrases it is the model alone.
+    """
+    generator, out = torch.Generator().manual_seed(seed), list[list[int]]()
+    states.restart()
+    after = states.read(prompt, scored=True)[2][-1]
+    while sum(map(len, out)) < most:
+        choices, order = (after if phrases is None else phrases.extend(after, states.state)).sort(descending=True)
+        falling = choices.exp()
+        nucleus = falling * (falling.cumsum(0) - falling < top_p)
+        chosen = int(order[torch.multinomial(nucleus, 1, generator=generator) if top_p else 0])
+        out.append([chosen] if phrases is None or chosen < len(after) else phrases.tokens[chosen - len(after)])
+        after = states.read(out[-1], scored=True)[2][-1]
     return out

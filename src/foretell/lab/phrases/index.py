@@ -93,7 +93,7 @@ def read_pieces(paths: Sequence[Path], model: Model, most: int) -> tuple[list[li
     texts = [
         d.tolist() for d in tokenize_documents((t for f in find_files(paths) for t in read_documents(f)), model.codec)
     ]
-    each = max(PIECE, most // max(1, len(texts)))
+    each = max(PIECE, most // max(1, len(texts)) // PIECE * PIECE)
     cut = [t[i : min(i + PIECE, each)] for t in texts for i in range(0, min(len(t), each), PIECE)]
     pieces = [p for p in cut if len(p) > PIECE // 2][: max(1, most // PIECE)]
     if len(pieces) < 20:
