@@ -163,14 +163,14 @@ def test_training_finds_the_phrases_that_come_next(model: Model, tool: dict[str,
     corpus, pieces = corpus_of(model)
     losses = list[float]()
     related = Related(pieces[3:], model.config.vocab)
-    encoders = train(corpus[range(3, 30)], pieces[3:], related, 60, 0, lambda _, loss: losses.append(loss))
+    encoders = train(corpus[list(range(3, 30))], pieces[3:], related, 60, 0, lambda _, loss: losses.append(loss))
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
     # A piece of no training: phrases of its own fable are likelier than those of the others in their places.
     states = States(model)
     states.restart()
     before = states.read(pieces[0])[0]
     rest, query = torch.tensor(pieces[0][32:]), encoders.encode_prefixes(before[32:])
-    table = encoders.encode_phrases(corpus[range(3, 30)])
+    table = encoders.encode_phrases(corpus[list(range(3, 30))])
     other = PhraseTable(table.tokens, table.start.roll(1, 0), table.end.roll(1, 0))
     own = torch.full((len(rest),), -5.0)
     logs = []
@@ -178,7 +178,7 @@ def test_training_finds_the_phrases_that_come_next(model: Model, tool: dict[str,
         phrase, token = tool["phrase_log_probabilities"](one, query, rest)
         logs.append(tool["log_likelihood"](phrase, token + own) / len(rest))
     assert logs[0] > logs[1] + 0.3 and logs[0] > -4.0
-    again = train(corpus[range(3, 30)], pieces[3:], related, 60, 0, lambda *_: None)
+    again = train(corpus[list(range(3, 30))], pieces[3:], related, 60, 0, lambda *_: None)
     assert torch.equal(again.query.weight, encoders.query.weight)
 
 

@@ -10,11 +10,11 @@ from rich.console import Console
 
 from foretell.cli import options
 from foretell.cli.setup import load_model
-from foretell.lab.cli.quantize import Force, check_output
 from foretell.lab.phrases.encoders import PhraseEncoders, Phrases, generate, train
 from foretell.lab.phrases.index import Related, States, encode, read_pieces
 from foretell.speculator.checkpoint import write_weights
 from foretell.train.loop.model_card import CARD
+from foretell.utils.paths import require_empty
 from foretell.utils.unfinished import whole
 
 app = options.group("Write text by copying phrases from an index (Copy is All You Need). LOSSY.")
@@ -31,13 +31,12 @@ def train_command(
     tokens: Tokens = 64_000,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Gradient steps.")] = 400,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of weights and batches.")] = 0,
-    force: Force = False,
 ) -> None:
     """Train the prefix and the phrase encoder on states of a frozen model; every tenth piece of the texts is held out.
 
     foretell phrases train --text articles --out phrases
     """
-    check_output(out, force)
+    require_empty(out)
     target, losses = load_model(model), list[float]()
     pieces, _ = read_pieces(text, target, tokens)
     with Console(file=sys.stderr).status("reading the texts") as status, whole(out) as part:
@@ -50,8 +49,8 @@ def train_command(
         encoders = train(encode(pieces, States(target)), pieces, related, steps, seed, report)
         part.mkdir()
         write_weights(part, {name: t.detach().clone() for name, t in encoders.state_dict().items()})
-        first, last = (sum(some) / len(some) for some in (losses[:20], losses[-20:]))
-        done = f"{len(pieces)} pieces, {steps} steps, loss {first:.3f} in the first 20 and {last:.3f} in the last 20"
+        last = sum(losses[-20:]) / len(losses[-20:])
+        done = f"{len(pieces)} pieces, {steps} steps, loss {losses[0]:.3f} at first, {last:.3f} in the last 20"
         command = shlex.join(["foretell", *sys.argv[1:]])
         (part / CARD).write_text(f"# Phrase encoders for {model}\n\n{done}\n\n```\n{command}\n```\n", "utf-8")
     typer.echo(f"{out}: {done}", err=True)
@@ -78,7 +77,7 @@ def generate_command(
     (pieces, _), begin = read_pieces(text, target, tokens), target.codec.encode(prompt)
     if not begin:
         raise ValueError("PROMPT is empty; give the beginning of a text")
-    near = Related(pieces, target.config.vocab).nearest(begin, documents)
-    table = encoders.encode_phrases(encode([pieces[i] for i in near], states))
-    written = generate(begin, states, Phrases(encoders, table), max_new_tokens, top_p, seed)
+    near = [pieces[i] for i in Related(pieces, target.config.vocab).nearest(begin, documents)]
+    phrases = Phrases(encoders, encoders.encode_phrases(encode(near, states)))
+    written = generate(begin, states, phrases, max_new_tokens, top_p, seed)
     typer.echo(prompt + target.codec.decode([t for choice in written for t in choice]))

@@ -16,17 +16,13 @@ from foretell.train.exits.descent import Descent, OnStep
 
 HALF, WIDTH, HEADS = 128, 256, 4
 """Numbers of half a phrase vector, and size of the layer that sees a document in both directions."""
-_FIRST_BIAS = -8.0
-"""Of the scores of phrases, so that an untrained encoder copies little."""
 _RATE, _TEXTS, _RELATED = 1e-3, 3, 10
 """Of the training: the largest learning rate, texts of a batch, and documents of it per text, those most like it."""
 
 
 class PhraseEncoders(nn.Module):
     """Queries of states before phrases, and start and end vectors of tokens of documents: half a phrase vector each.
-
-    The paper tunes GPT-2 and BERT; here both read states of one frozen model, the phrases through a layer that sees
-    their document in both directions.
+    They are made of states of one frozen model; the paper tunes GPT-2 and BERT.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -35,10 +31,12 @@ class PhraseEncoders(nn.Module):
         self.query, self.bias, self.start = nn.Linear(hidden, 2 * HALF), nn.Linear(hidden, 1), nn.Linear(hidden, HALF)
         self.read, self.parts = nn.Linear(2 * hidden, WIDTH), nn.Linear(WIDTH, 2 * HALF)
         self.layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True, norm_first=True)
-        with torch.no_grad():  # At first a phrase is likely where the state before it is like the query.
+        with (
+            torch.no_grad()
+        ):  # At first phrases are unlikely, those most likely before which states are like the query.
             self.start.weight.copy_(self.query.weight[:HALF])
             self.start.bias.copy_(self.query.bias[:HALF])
-            self.bias.bias.fill_(_FIRST_BIAS)
+            self.bias.bias.fill_(-8)
 
     def encode_prefixes(self, states: Float[torch.Tensor, "q d"]) -> Float[torch.Tensor, "q h"]:
         """Queries, and last what is added to the scores of all phrases."""
@@ -48,11 +46,8 @@ class PhraseEncoders(nn.Module):
     def encode_phrases(self, documents: Corpus) -> "PhraseTable":
         """All phrases of documents, in one pass over them."""
         unread = documents.tokens < 0
-        states = (
-            norm(s.float().flatten(0, 1))
-            for norm, s in ((self.before, documents.before), (self.middle, documents.middle))
-        )
-        before, middle = (s.view(*unread.shape, -1) for s in states)
+        before = self.before(documents.before.float().flatten(0, 1)).view(*unread.shape, -1)
+        middle = self.middle(documents.middle.float().flatten(0, 1)).view(*unread.shape, -1)
         x = self.layer(self.read(torch.cat([before, middle], -1)), src_key_padding_mask=unread)
         start, end = self.parts(x).chunk(2, -1)
         return PhraseTable(documents.tokens, (start + self.start(before)).float(), end.float())
@@ -108,8 +103,7 @@ def longest_phrases(text: Int[torch.Tensor, " t"], documents: Int[torch.Tensor, 
     known = {n: torch.isin(hashes(text, n), hashes(documents, n)) for n in LENGTHS if n <= len(text)}
     out, at = list[tuple[int, int]](), 0
     while at < len(text):
-        fits = [n for n, stands in known.items() if at + n <= len(text) and stands[at]]
-        out.append((at, max(fits, default=1)))
+        out.append((at, max((n for n, stands in known.items() if at + n <= len(text) and stands[at]), default=1)))
         at += out[-1][1]
     return out
 
@@ -164,13 +158,13 @@ class Phrases:
         self._encoders, self._table = encoders, table
         runs = (table.tokens.unfold(-1, n, 1).flatten(0, 1).unique(dim=0, return_inverse=True) for n in LENGTHS)
         phrases, self._place = zip(*runs, strict=True)
-        self._counts, self.tokens = [len(p) for p in phrases], [t for p in phrases for t in p.tolist()]
+        self.tokens = [t for p in phrases for t in p.tolist()]
 
     def extend(self, tokens: Float[torch.Tensor, " v"], state: Float[torch.Tensor, "1 d"]) -> Float[torch.Tensor, " c"]:
         """Log-probabilities of tokens and phrases, from those of tokens alone and the state that gave them."""
         scores = self._table.scores(self._encoders.encode_prefixes(state))
-        parts = zip(self._counts, self._place, scores, strict=True)
-        of_phrases = [torch.zeros(n).index_add_(0, place, s[0].exp()).log() for n, place, s in parts]
+        parts = zip(self._place, scores, strict=True)
+        of_phrases = [torch.zeros(int(p.max()) + 1).index_add_(0, p, s[0].exp()).log() for p, s in parts]
         return torch.cat([tokens, *of_phrases]) - log_total(scores)
 
 
@@ -178,9 +172,7 @@ def generate(
     prompt: Sequence[int], states: States, phrases: Phrases | None, most: int, top_p: float = 0.0, seed: int = 0
 ) -> list[list[int]]:
     """Go on with a prompt by tokens and phrases until there are `most` tokens. LOSSY: phrases are copied, whatever the
-    model itself would write.
-
-    `top_p` 0: the likeliest choice, else nucleus sampling. Without phrases it is the model alone.
+    model itself would write. `top_p` 0: the likeliest choice. Without phrases it is the model alone.
     """
     generator, out = torch.Generator().manual_seed(seed), list[list[int]]()
     states.restart()

@@ -17,15 +17,14 @@ from foretell.retrieval.corpus import find_files, read_documents, tokenize_docum
 LENGTHS = range(2, 9)
 """Tokens of a phrase, as in the paper's generation."""
 PIECE = 128
-"""Tokens of a document of the index: longer texts are cut."""
-_FACTOR = 6364136223846793005
+"""Tokens of a document."""
 
 
 def hashes(tokens: Int[torch.Tensor, "*n t"], length: int) -> Int[torch.Tensor, "*n s"]:
     """A 64-bit number of every run of so many tokens, the same for equal runs."""
     out = torch.zeros(())
     for run in tokens.long().unfold(-1, length, 1).unbind(-1):
-        out = out.long() * _FACTOR + run + 1
+        out = out.long() * 6364136223846793005 + run + 1
         out = out ^ (out >> 29)
     return out
 
@@ -45,9 +44,7 @@ class States:
         self.read([self._first])
 
     def read(self, tokens: Sequence[int], scored: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """States before the tokens, those of the middle layer at them, [t, d], and where `scored` log-probabilities of
-        what comes after each, [t, v].
-        """
+        """States before tokens, those of the middle layer at them, and where `scored` log-probabilities after them."""
         tree = root_tree([tokens[-1]]).with_prefix([list(tokens)])
         marked = np.full_like(tree.valid, scored)
         out = self._runner.forward([0], tree, scored=marked, hidden_layers=self._layers)
@@ -66,10 +63,9 @@ class Corpus:
     before: Float[torch.Tensor, "n t d"]
     middle: Float[torch.Tensor, "n t d"]
 
-    def __getitem__(self, rows: Sequence[int]) -> "Corpus":
+    def __getitem__(self, rows: list[int]) -> "Corpus":
         """Some of the documents."""
-        index = list(rows)
-        return Corpus(self.tokens[index], self.before[index], self.middle[index])
+        return Corpus(self.tokens[rows], self.before[rows], self.middle[rows])
 
 
 def encode(pieces: Sequence[Sequence[int]], states: States) -> Corpus:
@@ -90,9 +86,8 @@ def read_pieces(paths: Sequence[Path], model: Model, most: int) -> tuple[list[li
     Raises:
         ValueError: there are fewer than 20 pieces.
     """
-    texts = [
-        d.tolist() for d in tokenize_documents((t for f in find_files(paths) for t in read_documents(f)), model.codec)
-    ]
+    documents = (text for file in find_files(paths) for text in read_documents(file))
+    texts = [d.tolist() for d in tokenize_documents(documents, model.codec)]
     each = max(PIECE, most // max(1, len(texts)) // PIECE * PIECE)
     cut = [t[i : min(i + PIECE, each)] for t in texts for i in range(0, min(len(t), each), PIECE)]
     pieces = [p for p in cut if len(p) > PIECE // 2][: max(1, most // PIECE)]
@@ -112,5 +107,4 @@ class Related:
     def nearest(self, tokens: Sequence[int], most: int) -> list[int]:
         """The documents that are most like these tokens, the most like first."""
         query = torch.bincount(torch.tensor(tokens), minlength=len(self._weight)).float().sqrt() * self._weight
-        nearest: list[int] = (self._rows @ query).topk(min(most, len(self._rows))).indices.tolist()
-        return nearest
+        return [int(row) for row in (self._rows @ query).topk(min(most, len(self._rows))).indices]

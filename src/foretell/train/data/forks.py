@@ -45,8 +45,7 @@ def fork_text(text: str) -> ForkedText | None:
     """The structure of a text: the items of its lists with a head before a colon; without such a list its paragraphs,
     whose first sentence is the head. None: fewer than two of them, or code, formulas, links or tables.
 
-    The detail of an item goes to the next item or the next blank line. The text ends where a head repeats an earlier
-    one, as small models write them without end.
+    An item goes to the next one or a blank line; the text ends where a head comes again, as with small models it does.
     """
     if _FOREIGN.search(text):
         return None
