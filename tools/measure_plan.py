@@ -24,6 +24,8 @@ from foretell.api import Answer, Model
 from foretell.engine.request import Request
 
 Row = dict[str, Any]
+_STREAMS = 12
+"""Streams of an answer that are decoded side by side, on the average."""
 
 
 def measure_router(model: Model, plan: Row, rows: Sequence[Row]) -> None:
@@ -109,18 +111,17 @@ def cache_use(streams: Sequence[tuple[Sequence[int], int]]) -> CacheUse:
     return CacheUse(cached, attended, root + total - 1, sum(range(root, root + total)))
 
 
-def measure_cache(model: Model, plan: Row, prompts: Sequence[str], tokens: int) -> None:
+def measure_cache(model: Model, plan: Row, method: str, prompts: Sequence[str], tokens: int) -> None:
     """Cached and attended tokens of the answers that fork."""
     runs = [model.plan_run(prompt, plan, max_new_tokens=tokens) for prompt in prompts]
-    for run in runs:
-        model.plan_engine("autoregressive").complete([run])
+    model.plan_engine(method, rows=_STREAMS * len(runs)).complete(runs)
     forked = [run for run in runs if len(run.requests) > 1]
     if forked:
         uses = [cache_use([(r.request.prompt, r.tokens) for r in run.requests]) for run in forked]
         cached, attended = ([getattr(u, n) / getattr(u, f"plain_{n}") for u in uses] for n in ("cached", "attended"))
         passes = [sum(r.tokens for r in run.requests) / run.report.passes for run in forked]
         print(
-            f"{len(forked)} of {len(runs)} answers fork; of what the same text takes without, cached at most "
+            f"{method}: {len(forked)} of {len(runs)} answers fork; of what the same text takes without, cached at most "
             f"{statistics.fmean(cached):.0%} ({min(cached):.0%} to {max(cached):.0%}), attended to "
             f"{statistics.fmean(attended):.0%}; tokens per pass {statistics.fmean(passes):.2f} (median "
             f"{statistics.median(passes):.2f}, {min(passes):.2f} to {max(passes):.2f})"
@@ -203,7 +204,8 @@ def main() -> None:
     if args.plan == "skeleton":
         measure_router(model, plan, rows)
     else:
-        measure_cache(model, plan, prompts, args.max_new_tokens)
+        for method in args.methods.split(","):
+            measure_cache(model, plan, method, prompts, args.max_new_tokens)
     measure_texts(model, plan, prompts, args.max_new_tokens, args.out)
 
 

@@ -11,7 +11,7 @@ FORK, CHILD = 90, 91
 
 def counted(streams: list[tuple[list[int], list[int]]]) -> tuple[int, int]:
     """Cached at most and attended to, from the sequences that every stream has read, pass by pass."""
-    begin = []
+    begin = list[int]()
     for prompt, _ in streams:
         if not begin:
             begin.append(0)
