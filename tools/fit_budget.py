@@ -57,6 +57,8 @@ class Machine:
     bias: float = 1.0
     reading: float = 0.0
     """Of the drafter, for a token that it has not read."""
+    unread: int = 0
+    """Such tokens of each request."""
     noise: Callable[[np.random.Generator], float] = lambda random: 1.0
     """Factor of each step's time."""
 
@@ -206,6 +208,9 @@ def situations() -> Iterator[tuple[str, Machine, int]]:
     ):
         machine = Machine(linear(slope, free), drafting, drafting / 10, chance)
         yield f"tokens {name}, drafting {drafting / 0.01:.0%}, chance {chance}, {together} together", machine, together
+    for unread, slope, together in itertools.product((100, 1000), (0.05, 0.3), (1, 16)):
+        machine = Machine(linear(slope), drafting=0.004, reading=25e-6, unread=unread)
+        yield f"reads {unread} tokens, tokens {slope:.0%}, {together} together", machine, together
     for together in (1, 16):
         yield f"noisy, {together} together", Machine(linear(0.05), noise=doubled), together
         yield f"overconfident, {together} together", Machine(linear(0.05), bias=0.3), together
@@ -216,7 +221,7 @@ def gains(machine: Machine, together: int, seed: int = 0) -> tuple[float, float]
 
     def speed(fixed: int | None) -> float:
         simulation = Simulation(machine, seed, fixed)
-        return simulation.run([Client(120) for _ in range(4 * together + 8)], together)
+        return simulation.run([Client(120, unread=machine.unread) for _ in range(4 * together + 8)], together)
 
     plain, *drafted = [speed(fixed) for fixed in (0, 1, 2, 4, LONGEST)]
     own = speed(None)

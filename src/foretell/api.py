@@ -248,6 +248,7 @@ class Model:
             eos=self.eos,
             codec=self.codec,
             draft_codecs=tuple(d.codec for d in models),
+            draft_folders=tuple(None if d._checkpoint is None else d._checkpoint.folder for d in models),
             checkpoint=self._checkpoint,
             known_speculators=self._speculators,
             speculators=tuple(d for d in drafts if isinstance(d, Path)),

@@ -3,11 +3,13 @@
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -19,16 +21,19 @@ from foretell.core.context import StepResult
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import tree_from_lists
 from foretell.draft import AssistantDrafter
+from foretell.draft.cached_states import layout_of
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.model.config.readers.hf import from_hf
 from foretell.model.kernels import available
-from foretell.model.load.assistant import load_assistant
+from foretell.model.load.assistant import is_assistant, load_assistant
 from foretell.model.load.build import build_decoder
 from foretell.model.load.native import load_native
 from foretell.model.load.weights import SafetensorsWeights
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
+from foretell.speculator.formats.gguf import is_drafter
+from foretell.testing import RandomWeights
 from helpers import chain_tree, context_of, random_tokens
 
 S, F = "sliding_attention", "full_attention"
@@ -136,6 +141,90 @@ def test_logits_are_those_of_transformers(kind: str, native: bool) -> None:
             assert scored.all() or wanted[~scored].max() < wanted[scored].min()
     runner.truncate(0, 3)  # as where a request is paused, and its tokens are read again later
     assert drafter.max_depths(context).tolist() == [0, 99]
+
+
+OF_GGUF = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.o_proj": "attn_output", "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "post_feedforward_layernorm": "post_ffw_norm",
+    "pre_projection": "nextn.pre_projection", "post_projection": "nextn.post_projection",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm",
+    "masked_embedding.centroids": "masked_embd_centroids",
+}  # fmt: skip
+"""Names of tensors by llama.cpp's loader and converter (src/models/gemma4-assistant.cpp, conversion/gemma.py)."""
+
+
+def write_gguf(folder: Path, file: Path, full_heads: int) -> Path:
+    """An assistant as llama.cpp's converter writes it."""
+    config = json.loads((folder / "config.json").read_text())
+    text, arch = config["text_config"], "gemma4-assistant"
+    local, layers = [kind == S for kind in text["layer_types"]], text["num_hidden_layers"]
+    full, dim = TARGET["global_head_dim"], text["head_dim"]
+    heads = [text["num_key_value_heads"] if own else full_heads for own in local]
+    writer = gguf.GGUFWriter(file, arch)
+    for key, number in {
+        "vocab_size": VOCAB, "context_length": text["max_position_embeddings"], "embedding_length": text["hidden_size"],
+        "embedding_length_out": config["backbone_hidden_size"], "block_count": layers, "nextn_predict_layers": layers,
+        "feed_forward_length": text["intermediate_size"], "attention.head_count": text["num_attention_heads"],
+        "attention.shared_kv_layers": layers, "attention.sliding_window": text["sliding_window"],
+        "attention.key_length": full, "attention.value_length": full, "attention.key_length_swa": dim,
+        "attention.value_length_swa": dim, "rope.dimension_count": full, "rope.dimension_count_swa": dim,
+        "embedding_length_per_layer_input": 0,
+    }.items():  # fmt: skip
+        writer.add_uint32(f"{arch}.{key}", number)
+    writer.add_array(f"{arch}.attention.head_count_kv", heads)
+    writer.add_array(f"{arch}.attention.sliding_window_pattern", local)
+    floats = {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4}
+    for key, value in floats.items():
+        writer.add_float32(f"{arch}.{key}", value)
+    rotated = full // 2 // 4
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (full // 2 - rotated), np.float32))
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name == "masked_embedding.token_ordering":
+            writer.add_tensor("masked_embd_ordering", tensor.int().numpy())
+            continue
+        layer, _, part = name.removeprefix("model.layers.").partition(".")
+        at, part = (f"blk.{layer}.", part) if name.startswith("model.layers.") else ("", name)
+        known = "layer_output_scale" if part == "layer_scalar" else OF_GGUF[part.removesuffix(".weight")]
+        writer.add_tensor(f"{at}{known}.weight", tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@backends
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gguf_file_scores_all_tokens_as_the_directory(kind: str, native: bool, tmp_path: Path) -> None:
+    """Of the architecture that llama.cpp reads, which leaves groups of tokens and scores all."""
+    folder, network = oracle_of(kind)[3], target_of(kind, native)
+    file = write_gguf(folder, tmp_path / "mtp-assistant.gguf", 2 if kind == "E2B" else 1)
+    assert is_assistant(file) and is_drafter(file)
+    whole = Path(shutil.copytree(folder, tmp_path / "whole"))
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps(config | {"use_ordered_embeddings": False}))
+    drawn = torch.Generator().manual_seed(1)
+    states, token = torch.randn(3, 64, generator=drawn), torch.tensor([4, 9, 1])
+    runner = DecoderRunner(network)
+    tree = chain_tree(TEXTS[0])
+    runner.forward([0], tree)
+    runner.commit(0, range(tree.nodes))
+    n = np.full(3, len(TEXTS[0]))
+    layout = layout_of(np.zeros(3), n - 1, n, n)
+    layout = replace(layout, window_end=layout.position + 1)
+    out = []
+    for place in (file, whole):
+        assistant = load_assistant(place, network)
+        out.append(assistant.draft_step(states, token, layout, assistant.attended(runner.cache)))
+    for ours, wanted in zip(*out, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-4)
+    assert out[0][1].isfinite().all()
+    sizes = replace(network.config, vocab=9)
+    other = build_decoder(sizes, RandomWeights(0), torch.float32, torch.device("cpu"))
+    with pytest.raises(ValueError, match="an assistant of another model: the size of the vocabulary is 64"):
+        load_assistant(file, other)
 
 
 @backends

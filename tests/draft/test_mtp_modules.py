@@ -189,3 +189,15 @@ def test_texts_stay_those_of_the_target(kind: str, native: bool) -> None:
         for name, options in (("mtp", {}), ("mtp", {"eagle_topk": 1, "num_steps": 3}), ("autoregressive", {}))
     )
     assert drafted == chained == plain
+
+
+def test_a_layer_that_is_numbered_with_a_gap_is_refused(tmp_path: Path) -> None:
+    folder = oracle_of("glm4_moe")[2]
+    missing = f"model.layers.{LAYERS + 1}."
+    kept = {name: t for name, t in load_file(folder / "model.safetensors").items() if not name.startswith(missing)}
+    save_file(kept, tmp_path / "model.safetensors")
+    network, _ = target_of("glm4_moe", False)
+    words = rf"layers of multi-token prediction have a gap at model\.layers\.{LAYERS + 1}\.\*"
+    with pytest.raises(ValueError, match=words) as error:
+        load_mtp(network.config, SafetensorsWeights(tmp_path), network)
+    assert "\n" not in str(error.value)

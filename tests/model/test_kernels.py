@@ -3,8 +3,9 @@
 import ctypes
 import math
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ SHAPES = {
     "head_dim 128, one head per key": replace(SMALL, heads=2, head_dim=128, ffn=33),
     "query and key norms, window": replace(SMALL, qk_norm=True, window=5, window_layers=(1,)),
     "half of a head is rotated": replace(SMALL, head_dim=32, rope=RopeConfig(fraction=0.5)),
+    "gates of ReLU": replace(SMALL, activation="relu"),
     "int8 cache": replace(NINE, cache_dtype="int8"),
     "int8 cache in halves": replace(NINE, cache_dtype="int8-halves"),
     "int4 cache": replace(NINE, cache_dtype="int4"),
@@ -60,6 +62,11 @@ SHAPES = {
         attention_scale=0.2,
         qk_norm=True,
     ),
+}
+ACTIVATE: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 every_shape = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 
@@ -197,7 +204,7 @@ def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, sk
     def feed_forward(x: Tensor, block: BlockWeights) -> Tensor:
         assert block.mlp is not None
         gate, up = linear(x, block.mlp.gate_up).chunk(2, -1)
-        gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
+        gate = ACTIVATE[config.activation](gate)
         return norm(linear(gate * up, block.mlp.down), block.post_mlp_norm)
 
     for i, block in enumerate(blocks):
@@ -401,7 +408,7 @@ def test_supported_architectures() -> None:
     assert all(NativeStack.supports(config) for config in SHAPES.values())
     refused = (
         replace(SMALL, experts=MoEConfig(4, 2, 8, selection_bias=True)),
-        replace(SMALL, activation="relu"),
+        replace(SMALL, activation="gelu"),
         replace(SMALL, head_dim=20),
     )
     assert not any(NativeStack.supports(config) for config in refused)

@@ -1,5 +1,6 @@
 """Layers that read a part of their neurons: in torch, on the kernels, and what they must equal."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -8,8 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
+from command import save_tiny_model
 from foretell.bench.random_file import random_model_file
+from foretell.load import load
 from foretell.model.block.decoder import BlockRange, Decoder
 from foretell.model.block.layer import FeedForward
 from foretell.model.block.linear import Linear
@@ -36,7 +40,7 @@ from foretell.model.offload.sparsity_file import SparsityFile, read_sparsity
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
 from foretell.testing import TINY, tiny_decoder
-from helpers import chain_tree
+from helpers import all_logits, chain_tree, random_tokens
 
 HIDDEN, FFN, TOKENS, HEADS = 80, 192, 21, TINY.heads
 
@@ -147,6 +151,27 @@ def test_the_oracle_set_of_a_gate_with_exact_zeros_is_the_dense_network() -> Non
     x = torch.randn(7, HIDDEN)
     chosen = SparseFeedForward(mlp, GateThreshold(0.0))
     assert not chosen.choose(x)[:, : FFN // 2].any() and torch.equal(chosen(x), mlp(x))
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_a_relu_model_that_reads_what_is_not_zero_is_that_of_transformers(
+    native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORETELL_NATIVE", native)
+    folder = save_tiny_model(tmp_path / "relu", hidden=64, ffn=128)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    tokens, model = random_tokens(40, 257), load(str(folder), "float32")
+    assert isinstance(model.network, NativeDecoder) == (native == "1")
+    with torch.inference_mode():
+        expected = LlamaForCausalLM.from_pretrained(folder)(torch.tensor([tokens])).logits[0].float().numpy()
+    layers = model.config.layers
+    SparsityFile(method="cats", model="", layers=layers, sparsity=0, thresholds=((0.0,),) * layers).save(tmp_path)
+    network = load(str(folder), "float32", sparsity=tmp_path).network
+    for logits in (all_logits(model.network, tokens), all_logits(network, tokens)):
+        np.testing.assert_allclose(logits, expected, atol=2e-4)
+    if isinstance(network, NativeDecoder):
+        assert network.neuron_counts is not None and 0.3 < network.neuron_counts.chosen_share() < 0.7
 
 
 def test_first_neurons_are_views_and_equal_the_others_masked() -> None:

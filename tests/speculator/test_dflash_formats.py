@@ -168,7 +168,6 @@ def test_the_library_says_whether_the_anchor_predicts(dspark: bool, tmp_path: Pa
 @pytest.mark.parametrize(
     ("own", "key"),
     [
-        ({"causal": True}, "causal"),
         ({"use_swa": True, "swa_window_size": 512}, "use_swa"),
         ({"attention_sink_bias": True}, "attention_sink_bias"),
         ({"selector_rank": 256, "selector_top_k": 16}, "selector_rank"),
@@ -206,8 +205,8 @@ def test_dspark_as_specforge_writes_it(tmp_path: Path) -> None:
         load(put(tmp_path / "rnn", config | own, tensors))
 
 
-@pytest.mark.parametrize("key", ["is_causal", "causal"])
-def test_causal_blocks_in_layers_without_a_window_are_refused(key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["is_causal", "causal", "causal_head"])
+def test_causal_blocks_in_some_layers_without_a_window_are_refused(key: str, tmp_path: Path) -> None:
     """A flag for all layers, of which one has a window."""
     types: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     types |= {"use_sliding_window": True}

@@ -186,7 +186,3 @@ def test_pard_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     config = {**LAYER, "architectures": ["LlamaForCausalLM"], "pard_token": V}
     put(tmp_path, config, {"a": torch.zeros(1)})
     assert f"pard_token is {V}, and its vocabulary has {V} tokens" in expect_error("generate", "a", "--model", tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config | {"pard_token": 1, "pard2_target_layers": [-1]}))
-    assert "a PARD-2 draft model that reads its target's hidden states" in expect_error(
-        "generate", "a", "--model", tmp_path
-    )

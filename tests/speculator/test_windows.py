@@ -3,6 +3,7 @@ transcription does and, where the library is installed, as `speculators` does; i
 and without.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,9 @@ def plain_dflash(t: Tensors, types: Sequence[str], causal: bool, from_anchor: bo
         q, own_k, own_v = project(norm(x, t[f"{at}.input_layernorm.weight"]), t, at, slot)
         _, k, v = project(c, t, at, context)
         sees = torch.ones(SIZE, n + SIZE, dtype=torch.bool)
-        if kind == "sliding_attention":
+        if kind == "causal":
+            sees = key <= slot[:, None]
+        elif kind == "sliding_attention":
             sees = key >= (n - WINDOW if from_anchor else slot[:, None] - WINDOW + 1)
             sees = sees.expand(SIZE, -1) & ((key <= slot[:, None]) | (not causal))
         x = feed_forward(x + attend(q, torch.cat((k, own_k)), torch.cat((v, own_v)), sees, t, at), t, at)
@@ -234,6 +237,41 @@ def test_dflash_of_specforge_counts_its_window_from_every_slot(
     network = read(put(tmp_path / "in", config | {"dflash_config": own}, t), kernels)
     wanted = plain_dflash(t, types, causal is not False, False)
     torch.testing.assert_close(block_logits(network), wanted, atol=1e-4, rtol=1e-4)
+
+
+def jetspec(key: str = "causal_head") -> tuple[dict[str, Any], Tensors]:
+    """A checkpoint of JetSpec: DFlash's with a flag. With the name `causal` vLLM reads the flag."""
+    config, t = library("dflash", ["full_attention"] * 2)
+    own = {"target_layer_ids": [1, 2], "mask_token_id": MASK, key: True}
+    config = {**config["transformer_layer_config"], "architectures": ["DFlashDraftModel"], "block_size": SIZE}
+    return config | {"dflash_config": own}, t
+
+
+@with_kernels
+@pytest.mark.parametrize("key", ["causal_head", "causal", "is_causal"])
+def test_blocks_of_jetspec_are_causal(tmp_path: Path, key: str, kernels: bool) -> None:
+    """So what stands in a slot changes none before it; training sees the same."""
+    config, t = jetspec(key)
+    network = read(put(tmp_path, config, t), kernels)
+    assert network.config.causal and (network.native is not None) == kernels
+    wanted = plain_dflash(t, ["causal"] * 2, True, False)
+    torch.testing.assert_close(block_logits(network), wanted, atol=1e-4, rtol=1e-4)
+    assert (wanted - plain_dflash(t, ["full_attention"] * 2, True, False)).abs().max() > 0.01
+    torch.testing.assert_close(unrolled(network), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("format_name", ["dflash", "speculators"])
+def test_what_is_exported_of_jetspec_stays_causal(tmp_path: Path, format_name: str) -> None:
+    network = read(put(tmp_path / "in", *jetspec()))
+    export(network, VERIFIER, format_name, tmp_path / "out")
+    again, config = read(tmp_path / "out"), json.loads((tmp_path / "out" / "config.json").read_text())
+    torch.testing.assert_close(block_logits(again), block_logits(network))
+    assert again.config.causal
+    if format_name == "dflash":
+        assert config["dflash_config"]["causal_head"] and config["dflash_config"]["causal"] and config["is_causal"]
+        assert "sliding_window" not in config
+    with pytest.raises(ValueError, match="a window within which a slot sees no later slots"):
+        export(network, VERIFIER, "gguf", tmp_path / "gguf")
 
 
 def p_eagle_logits(network: PEagle) -> torch.Tensor:

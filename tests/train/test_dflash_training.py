@@ -60,6 +60,7 @@ def test_the_loss_of_a_block_is_that_of_its_definition() -> None:
     torch.testing.assert_close(place_losses(draft, target, 1.0, "cross_entropy")[0], -best)
     weights = decay_weights(MASK, 8)[MASK]
     torch.testing.assert_close(block_loss(loss, right, MASK, "decay", 8), (weights * loss).mean())
+    torch.testing.assert_close(block_loss(loss, right, MASK, "uniform", 8), loss.mean())
     assert block_loss(loss[:0], right[:0], MASK & False, "dpace", 8) == 0
     assert confidence_loss(torch.zeros(0), draft[:0], target[:0]) == 0
 
@@ -98,6 +99,7 @@ def test_anchors_are_tokens_of_the_answer_and_places_end_where_labels_do() -> No
         pytest.param({"window": "6"}, marks=pytest.mark.exhaustive),
         pytest.param({"correction": "selector", "convolution": "1", "markov_rank": "0"}, marks=pytest.mark.exhaustive),
         pytest.param({"correction": "domino", "markov_rank": "0"}, marks=pytest.mark.exhaustive),
+        {"causal": "true", "weighting": "uniform", "markov_rank": "0"},
         {"correction": "refiner", "markov_rank": "0", "predicts_from_anchor": "true", "candidates": "24"},
     ],
 )
@@ -106,6 +108,7 @@ def test_a_small_set_is_learned_by_heart(options: dict[str, str]) -> None:
     wanted = {"block_size": "4", "markov_rank": "8", "hard": "1.0", "mask_token": "5", **options}
     setup = RecipeSetup(CARD, network.config, embedding_and_head(network), options=wanted)
     recipe = DFlashRecipe.build(setup)
+    assert recipe.config.causal == ("causal" in options)
     requests = [Request(random_tokens(6, 64, seed=i), max_new_tokens=20) for i in range(4)]
     answers = answers_of(network, Method(NoDrafter(), RootOnly(), Match()), requests)[0]
     texts = [[*r.prompt, *answer] for r, answer in zip(requests, answers, strict=True)]

@@ -1,5 +1,6 @@
 """Training of a decoder with exits, layer dropout, nested widths or a policy from its first step."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,10 +153,11 @@ def test_exits_trained_from_the_start_know_what_those_of_another_model_do_not() 
 def test_the_command_writes_a_model_with_its_tokenizer_that_drafts_for_itself(tmp_path: Path) -> None:
     text, out = tmp_path / "text", tmp_path / "small"
     text.write_text("\n\n".join(f"the sum of {i} and {i} is {2 * i}." for i in range(400)), "utf-8")
-    sizes = "--layers", "2", "--hidden", "64", "--ffn", "128", "--vocab", "300", "--text", text
+    sizes = "--layers", "2", "--hidden", "64", "--ffn", "128", "--vocab", "300", "--activation", "relu", "--text", text
     few = "--steps", "3", "--sequence", "32", "--batch-tokens", "64"
     made = run_foretell("train", "decoder", *sizes, *few, "--widths", "0.5,1", "--exit-loss", "linear", "--out", out)
     assert made.exit_code == 0, (made.output, made.exception)
+    assert json.loads((out / "config.json").read_text())["hidden_act"] == "relu"
     assert "| 64 | 2 |" in made.stdout and "| 128 | 2 |" in made.stdout and "at equal perplexity" in made.stdout
     answer = run_foretell(
         "generate", "the sum", "--raw", "--model", out, "--method", "layer_skip", "--max-new-tokens", "4",

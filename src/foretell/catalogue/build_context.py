@@ -69,6 +69,8 @@ class BuildContext:
     """The target's tokenizer."""
     draft_codecs: tuple[TextCodec, ...] = ()
     """The tokenizers of `drafts`."""
+    draft_folders: tuple[Path | None, ...] = ()
+    """The directories of their checkpoints."""
     checkpoint: Checkpoint | None = None
     """The target's checkpoint. Changed copies of the weights need it, unless `network` is a plain `Decoder`."""
     known_speculators: dict[object, Speculator] = field(default_factory=dict, compare=False)

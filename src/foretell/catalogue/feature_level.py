@@ -20,11 +20,11 @@ from foretell.draft import (
     MLPSpeculatorDrafter,
     MTPDrafter,
     MTPModulesDrafter,
-    PardDrafter,
     PEagleDrafter,
     Predictor,
     ReDrafterDrafter,
 )
+from foretell.draft.heads import OnePassPredictor
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.load.assistant import is_assistant, load_assistant
 from foretell.shape import BeamSearch, Chain, DynamicTree, FixedTree, Shape, optimal_tree
@@ -34,7 +34,7 @@ from foretell.speculator.network.mlp_speculator import MLPSpeculator
 from foretell.speculator.network.pack import describe_packed, pack_network
 from foretell.speculator.network.redrafter import ReDrafter
 
-OnePassDrafter = DFlashDrafter | PEagleDrafter | PardDrafter
+OnePassDrafter = DFlashDrafter | PEagleDrafter | OnePassPredictor
 """Drafters that predict all tokens of a draft in one pass."""
 _EAGLE1_TREE = (
     *((0,), (1,), (2,), (3,)),
@@ -186,7 +186,7 @@ def _method(
     accept: Acceptor,
 ) -> AnyMethod:
     """A method that names the precision of its drafter."""
-    network = None if isinstance(drafter, PardDrafter) else drafter.network
+    network = None if isinstance(drafter, OnePassPredictor) else drafter.network
     label = describe_packed(drafter.label, network) if isinstance(network, Speculator) else drafter.label
     return Method(drafter, shape, accept, drafter_label=label)
 

@@ -3,15 +3,16 @@
 from functools import partial
 
 from foretell.accept import Match
-from foretell.catalogue.build_context import BuildContext
+from foretell.catalogue.build_context import BuildContext, require_network
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.feature_level import method_of_levels
 from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.catalogue.speculators import check_draft_vocabs, trained_speculator
-from foretell.draft import DFlashDrafter, PardDrafter, PEagleDrafter
+from foretell.draft import DFlashDrafter, Pard2Drafter, PardDrafter, PEagleDrafter, UnoDrafter
 from foretell.engine.method import AnyMethod
+from foretell.model.load.adapter import adapter_folder
+from foretell.model.load.pard2 import load_state_projection
 from foretell.model.run.decoder_runner import DecoderRunner
-from foretell.model.run.runner import Runner
 from foretell.shape import DynamicTree
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.p_eagle import PEagle
@@ -57,28 +58,46 @@ def p_eagle_method(network: PEagle, options: DFlashOptions) -> AnyMethod:
 
 
 def pard(context: BuildContext, options: DFlashOptions) -> AnyMethod:
-    """PARD with the tree of the options: a model with a mask token that was named, else a trained speculator."""
+    """PARD with the tree of the options: a model with a mask token that was named, or the target with an adapter for
+    random tokens (UNO), else a trained speculator.
+    """
+    depth, kind = options.num_steps or _PARD_DEPTH, f"{_LEVELS} (num_steps)"
     if context.drafts and not context.speculators:
-        runner, mask_token = _pard_model(context)
-        depth = options.num_steps or _PARD_DEPTH
-        return method_of_levels(PardDrafter(runner, mask_token, depth), depth, f"{_LEVELS} (num_steps)", options)
+        return method_of_levels(_pard_model(context, depth), depth, kind, options)
+    adapter = None if context.speculator is None else adapter_folder(context.speculator)
+    if adapter is not None:
+        return method_of_levels(_uno(context, str(adapter), depth), depth, kind, options)
     network = trained_speculator(context, "pard")
     assert isinstance(network, PardNetwork)
     return pard_method(network, options)
 
 
-def _pard_model(context: BuildContext) -> tuple[Runner, int]:
-    """The draft model that was named, and its mask token."""
+def _uno(context: BuildContext, adapter: str, depth: int) -> UnoDrafter:
+    target = require_network(context, "drafts with an adapter of its target")
+    if context.checkpoint is None:
+        raise ValueError("pard with an adapter reads weights of the target, which cannot be read again here")
+    tokens = context.vocab if context.codec is None else context.codec.tokenizer.get_vocab_size()
+    return UnoDrafter(context.checkpoint.adapted(target, adapter), target, depth, min(tokens, context.vocab))
+
+
+def _pard_model(context: BuildContext, depth: int) -> PardDrafter:
+    """The draft model that was named, with its mask token, and where it is PARD-2 with the states of the target."""
     if len(context.drafts) > 1:
         raise ValueError(f"pard drafts with one model, and {len(context.drafts)} were named; name one")
     (runner,) = check_draft_vocabs(context)
     token = runner.network.config.mask_token if isinstance(runner, DecoderRunner) else None
-    if token is None:
+    if token is None or not isinstance(runner, DecoderRunner):
         raise ValueError(
             "the draft model has no mask token (pard_token in its config.json), so it predicts the next token only; "
             "use draft_model, or a PARD checkpoint"
         )
-    return runner, token
+    folder = context.draft_folders[0] if context.draft_folders else None
+    if folder is not None and context.network is not None:
+        width, target = runner.network.config.hidden, context.network.config
+        projection = load_state_projection(folder, width, target.layers, target.hidden)
+        if projection is not None:
+            return Pard2Drafter(runner, token, depth, projection)
+    return PardDrafter(runner, token, depth)
 
 
 def pard_method(network: PardNetwork, options: DFlashOptions) -> AnyMethod:

@@ -21,13 +21,13 @@ from foretell.draft.mtp_modules import MTPModulesDrafter
 from foretell.draft.online import OnlineDrafter
 from foretell.draft.p_eagle import PEagleDrafter
 from foretell.draft.parallel_sampling import ParallelDrafter
-from foretell.draft.pard import PardDrafter
+from foretell.draft.pard import Pard2Drafter, PardDrafter
 from foretell.draft.phrases import PhraseRetriever
 from foretell.draft.prompt_lookup import PromptLookup
 from foretell.draft.recycling import TokenRecycling
 from foretell.draft.skip_decode import SkipDecodeDrafter
 from foretell.draft.sparse_cache import SparseCacheDrafter
-from foretell.draft.sparse_target import SparseTargetDrafter
+from foretell.draft.sparse_target import SparseTargetDrafter, UnoDrafter
 from foretell.draft.suffix import SuffixRetriever
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "OnlineDrafter",
     "PEagleDrafter",
     "ParallelDrafter",
+    "Pard2Drafter",
     "PardDrafter",
     "PhraseRetriever",
     "Predictor",
@@ -66,4 +67,5 @@ __all__ = [
     "SparseTargetDrafter",
     "SuffixRetriever",
     "TokenRecycling",
+    "UnoDrafter",
 ]

@@ -139,9 +139,8 @@ class CachedStatesPredictor(Predictor):
                 self._add(step, step.rows.index(row))
         self._taken[row] = self._steps
 
-    def _add_all(self, row: int) -> None:
-        """Take in what the held steps have of a row that may not be drafted for soon."""
-        self._add_held(row)
+    def _detach(self, row: int) -> None:
+        """Copy the pending states of a row that may not be drafted for soon."""
         if row in self._prefixes and self._pending_count(row) > self._max_pending:
             self._prefixes[row].detach()
 
@@ -177,11 +176,12 @@ class CachedStatesPredictor(Predictor):
         """Keep the positions of the shared tokens, if all from some position on are known; otherwise begin after
         them.
         """
-        self._add_all(row)
+        self._add_held(row)
         known = self._prefixes.get(row)
         if known is None or not self._can_truncate(row, known, length):
             return self._begin_after(row, length)
         known.truncate(length)
+        self._detach(row)
         self._cache.truncate(row, known.length)
         return length
 
@@ -189,7 +189,7 @@ class CachedStatesPredictor(Predictor):
         """What is kept serves if it begins where a request with this prompt begins to read, and has all that it
         shares.
         """
-        self._add_all(row)
+        self._add_held(row)
         first = 0 if self._window is None else max(0, prompt_length - self._window)
         known = self._prefixes.get(row)
         serves = known is not None and known.start == first and self._can_truncate(row, known, length)
@@ -207,7 +207,8 @@ class CachedStatesPredictor(Predictor):
         """Copy the positions of the shared tokens, if all from some position on are known; otherwise begin after
         them.
         """
-        self._add_all(source)
+        self._add_held(source)
+        self._detach(source)
         self.release(target)
         known = self._prefixes.get(source)
         if known is None or not self._can_truncate(source, known, length):

@@ -1,5 +1,6 @@
 """Drafting with a smaller model: a second checkpoint, or the target's first layers."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -12,6 +13,9 @@ from foretell.distributions.coupling import kernel_noise
 from foretell.draft.base import Frontier, NodeLogits, Predictor
 from foretell.model.kernels import NodeLimits
 from foretell.model.run.runner import GrowsTrees, Runner, copy_row, offered
+
+Inputs = Callable[[Sequence[int], TokenTree], TokenTree]
+"""What a model reads of the nodes of some rows."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ def unread_tokens(runner: Runner, context: Context) -> list[list[int]]:
     ]
 
 
-def read_backlog(runner: Runner, context: Context, chunk: int) -> None:
+def read_backlog(runner: Runner, context: Context, chunk: int, inputs: Inputs | None = None) -> None:
     """Read unread tokens in chunks until at most one chunk is left, for requests with a draft."""
     while True:
         behind = [
@@ -157,6 +161,6 @@ def read_backlog(runner: Runner, context: Context, chunk: int) -> None:
             return
         rows, parts = zip(*behind, strict=True)
         tree = root_tree([p[-1] for p in parts]).with_prefix(parts)
-        runner.forward(rows, tree, scored=np.zeros_like(tree.valid))
+        runner.forward(rows, tree if inputs is None else inputs(rows, tree), scored=np.zeros_like(tree.valid))
         for row in rows:
             runner.commit(row, range(chunk))

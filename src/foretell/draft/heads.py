@@ -1,5 +1,6 @@
 """Drafting with heads on the target's last hidden state: Medusa's, and blockwise parallel decoding's."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,7 +9,7 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context, TokenBuffer
 from foretell.core.tree import TokenTree
-from foretell.draft.base import Frontier, NodeLogits, RootStatePredictor
+from foretell.draft.base import Frontier, NodeLogits, Predictor, RootStatePredictor
 from foretell.speculator.network.heads import HeadsNetwork
 
 
@@ -61,3 +62,25 @@ def scores_by_depth(
     known = np.array(scored)[:, None] & (tree.depth >= least) & (tree.depth <= most)
     index = (tree.depth - least) * sum(scored) + np.cumsum(scored)[:, None] - 1
     return logits[least : most + 1].flatten(0, 1), np.where(known, index, -1)
+
+
+class OnePassPredictor(Predictor):
+    """Predicts all depths of a draft in one pass; all nodes of a depth share a distribution."""
+
+    depth: int
+    _logits = torch.zeros(0, 0, 0)
+
+    @abstractmethod
+    def _predict(self, context: Context) -> Float[torch.Tensor, "l r v"]:
+        """Logits of all depths for the requests that may have drafts."""
+
+    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
+        """At most the number of tokens that a pass predicts."""
+        return np.minimum(super().max_depths(context), self.depth)
+
+    @torch.inference_mode()
+    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
+        """The logits of depth `d` for nodes at depth `d`; a new tree computes those of all depths."""
+        if tree.nodes == 1:
+            self._logits = self._predict(context)
+        return scores_by_depth(self._logits, tree, frontier, [bool(depth) for depth in context.max_depth])

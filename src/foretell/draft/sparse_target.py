@@ -1,19 +1,23 @@
-"""Drafting with the target itself, of whose neurons a part is read, in the target's cache."""
+"""Drafting with the target itself in its cache: with a part of its neurons, or with an adapter over noise."""
+
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from foretell.core.context import Context, StepState
-from foretell.core.tree import TokenTree
+from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.draft.base import Frontier, NodeLogits, Predictor
 from foretell.draft.early_exit import frontier_nodes
+from foretell.draft.heads import OnePassPredictor
 from foretell.model.run.compact_runner import check_whole
 from foretell.model.run.network import Network
 from foretell.model.run.partial_pass import with_ancestors
 from foretell.model.run.runner import DraftsInCache, Runner, required
 
-_NO_ENGINE = "a drafter with a part of the target's neurons works in an engine only: it shares a cache"
+_NO_ENGINE = "a drafter that shares the cache of its target works in an engine only"
+_Marks: TypeAlias = Bool[np.ndarray, "b n"]
 
 
 class SparseTargetDrafter(Predictor):
@@ -66,8 +70,42 @@ class SparseTargetDrafter(Predictor):
             known = self._read.of(context, read[:, :0])
             read[:, : known.shape[1]] = known
         active = (with_ancestors(tree, wanted) & ~read) | wanted
+        scores = self._forward(self.network, context, tree, active, wanted)
+        self._read.put(context, read | active)
+        return scores
+
+    def _forward(self, network: Network, context: Context, tree: TokenTree, read: _Marks, wanted: _Marks) -> NodeLogits:
         if self._cache is None:
             raise ValueError(_NO_ENGINE)
-        output = self._cache.forward_draft(self.network, context.rows, tree, active, wanted)
-        self._read.put(context, read | active)
+        output = self._cache.forward_draft(network, context.rows, tree, read, wanted)
         return output.logits, output.logit_index
+
+
+class UnoDrafter(OnePassPredictor, SparseTargetDrafter):
+    """The target drafts with an adapter (UNO, arXiv 2609.04010): it reads the last token, which predicts the next one,
+    and with the adapter `depth - 1` random tokens after it, each of which predicts one of the tokens that follow.
+
+    `tokens`: random ones are below it.
+    """
+
+    label = "target with an adapter over random tokens, in one pass"
+
+    def __init__(self, network: Network, target: Network, depth: int, tokens: int) -> None:
+        super().__init__(network)
+        self.depth, self._seed, self._tokens = depth, target, tokens
+
+    def _predict(self, context: Context) -> Float[torch.Tensor, "l r v"]:
+        """Logits of all depths. The random tokens depend on the length of the text and its last token."""
+        context = context.select(np.flatnonzero(context.max_depth).tolist())
+        if not context.rows:
+            return torch.zeros(self.depth, 0, self._target.vocab)
+        chains, count = [[last] for last in context.last_tokens], self.depth - 1
+        for chain, text in zip(chains, context.sequences, strict=True):
+            chain += np.random.default_rng((text.length, *chain)).integers(1, self._tokens, count).tolist()
+        tree = tree_from_lists(chains, [list(range(-1, count))] * len(chains))
+        seed, parts = np.arange(self.depth)[None] == 0, list[torch.Tensor]()
+        for network, part in ((self._seed, seed), (self.network, ~seed)):
+            marks = np.repeat(part, len(chains), 0)
+            logits, index = self._forward(network, context, tree, marks, marks)
+            parts.append(logits[torch.from_numpy(index[:, part[0]].T.copy()).to(logits.device)])
+        return torch.cat(parts)

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import StepResult
+from foretell.utils.transfer import movable_view
 
 
 class TargetStates(NamedTuple):
@@ -26,11 +27,19 @@ def concatenate_states(parts: Sequence[TargetStates]) -> TargetStates:
     shared = parts[0].hidden_states
     if all(p.hidden_states is shared for p in parts):
         return TargetStates(shared, np.concatenate([p.place for p in parts]))
-    gathered = [
-        [hidden_states[torch.from_numpy(p.place).to(hidden_states.device)] for hidden_states in p.hidden_states]
-        for p in parts
-    ]
-    return TargetStates(tuple(map(torch.cat, zip(*gathered, strict=True))), np.arange(sum(len(p.place) for p in parts)))
+    states = tuple(_gather(parts, i) for i in range(len(shared)))
+    return TargetStates(states, np.arange(sum(len(p.place) for p in parts)))
+
+
+def _gather(parts: Sequence[TargetStates], layer: int) -> torch.Tensor:
+    """A copy of the states of one layer."""
+    first = parts[0].hidden_states[layer]
+    out: torch.Tensor = first.new_empty(sum(len(p.place) for p in parts), first.shape[1])
+    if first.device.type == "cpu":
+        np.concatenate([movable_view(p.hidden_states[layer])[p.place] for p in parts], out=movable_view(out))
+    else:
+        torch.cat([p.hidden_states[layer][torch.from_numpy(p.place).to(first.device)] for p in parts], out=out)
+    return out
 
 
 @dataclass
@@ -80,9 +89,8 @@ class PrefixState:
 
     def detach(self) -> None:
         """Copy the pending states, so that the passes that they are rows of can be forgotten."""
-        states, place = concatenate_states(self.pending)
-        index = torch.from_numpy(place)
-        self.pending = [TargetStates(tuple(s[index.to(s.device)] for s in states), np.arange(len(place)))]
+        states = tuple(_gather(self.pending, i) for i in range(len(self.pending[0].hidden_states)))
+        self.pending = [TargetStates(states, np.arange(self.pending_count))]
 
     def _first(self, count: int) -> list[TargetStates]:
         """The first `count` pending positions."""

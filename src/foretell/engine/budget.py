@@ -31,11 +31,11 @@ from foretell.engine.tuning import (
     FLOOR_SLACK,
     HORIZON,
     LEVEL_SHARE,
-    MOST_CAUTION,
     MOST_EXPANDED,
     OFF,
     OFF_STEPS,
     ON,
+    READING_GAIN,
     TRIAL_INTERVAL,
     TRIAL_NODES,
     TRIAL_REQUESTS,
@@ -159,7 +159,12 @@ class Budget:
         """Begin a step; the one before may have failed."""
         self._load, self._step = load, self._step + 1
         self._costs = StepCosts(self.times, load)
-        self._worth, self._spent, self._trial_nodes = sum(load.weights), 0.0, 0
+        deficits = [account.deficit(left) for account, left in zip(load.accounts, load.left, strict=True)]
+        self._weights = [w * (1 + self._costs.requests * d**2) for w, d in zip(load.weights, deficits, strict=True)]
+        """What a token of each request is worth: the more, the more it has lost by drafts."""
+        self._may_try = all(d < 1 for w, d in zip(load.weights, deficits, strict=True) if w)
+        """Whether no request has lost what it may."""
+        self._worth, self._spent, self._trial_nodes = sum(self._weights), 0.0, 0
         self._ahead = 0.0
         """Seconds of reading that the drafts of later steps pay for."""
         self._values, self._offers = list[float](), list[_Offer]()
@@ -189,7 +194,7 @@ class Budget:
             if isinstance(plan, Plan):
                 return plan
             reason = plan
-            if check is not None and check.undecided and self._costs.caution < MOST_CAUTION:
+            if check is not None and check.undecided and self._may_try:
                 self._looked.add((bound.method.draft, number))
                 self._costs.count_unread(open_, unread)
                 return Plan(open_[:TRIAL_REQUESTS], deepest=1)
@@ -211,40 +216,34 @@ class Budget:
         if not trials.on and not trials.left and self._step < min(trials.until, trials.next):
             return COST
         self._costs.count_unread(which, unread)
-        load, plain, before = self._load, self._costs.at(0), self._so_far
-        asked, nodes, tokens = list[int](), float(before.nodes), self._worth + before.gained
-        weights, outdone = dict[bool, list[float]](), 0
+        before, asked, outdone = self._so_far, list[int](), 0
         for i in which:
-            kind, offered = load.sampled[i], before.expected.get(i, 0.0)
-            factor = load.accounts[i].factor(source.name)
-            hoped = factor * source.acceptance(kind).hoped
+            hoped, offered = self._hoped(source, i), before.expected.get(i, 0.0)
             outdone += offered >= hoped > 0
-            if hoped > offered and load.weights[i] * hoped > before.rate * self._costs.reading(source, [i])[1]:
+            if hoped > offered and self._weights[i] * hoped > before.rate * self._costs.reading(source, [i])[1]:
                 asked.append(i)
-                weights.setdefault(kind, []).append(factor * load.weights[i])
-                if offered:
-                    nodes -= before.kept[i]
-                    tokens -= offered * load.weights[i]
         if outdone == len(which):
             return COST  # in this step alone: the next one may be offered less before
-        reading, share = self._costs.reading(source, asked)
-        spent = self._spent + self._costs.drafting(source, len(asked)) + share
-        # Reading pays only if later steps draft, too, those without prompts.
-        costs = self._costs.without_prompts() if reading else self._costs
-        best = self._best_cut(costs, source, weights, nodes, tokens, spent)
-        is_new = source.steps < FIRST_STEPS and self._costs.caution < MOST_CAUTION
-        on = bool(asked) and (is_new or best.rate >= before.rate * (OFF if trials.on else ON))
+        best, spent = self._best_cut(source, asked, before)
+        is_new = source.steps < FIRST_STEPS and self._may_try
+        if not is_new and best.rate < before.rate * READING_GAIN and any(i in self._costs.unread for i in asked):
+            asked = [i for i in asked if i not in self._costs.unread]
+            best, spent = self._best_cut(source, asked, before)
+        pays = best.rate >= before.rate * (OFF if trials.on else ON)
+        if is_new:
+            asked = asked[:TRIAL_REQUESTS]
+        on = bool(asked) and (is_new or pays)
         if on is not trials.on:
             self._switch(trials, on)
         if not on:
             trials.until = self._step + OFF_STEPS
-            asked = self._tried(trials, source, which, plain)
+            asked = self._tried(trials, source, which)
             if not asked:
                 return COST
         rate, size = max(before.rate, best.rate), best.nodes
         floor = FLOOR_SLACK * min(best.chance, rate * self._costs.of_a_draft(size), 1.0)
-        raw = max(source.acceptance(kind).least_score(floor) for kind in {load.sampled[i] for i in asked})
-        level = self._costs.caution * LEVEL_SHARE * (spent - self._spent) / source.levels
+        raw = max(source.acceptance(kind).least_score(floor) for kind in {self._load.sampled[i] for i in asked})
+        level = LEVEL_SHARE * (spent - self._spent) / source.levels
         return Plan(asked, raw, min(MOST_EXPANDED, max(raw, rate * level / (CHILD_SHARE * len(asked)))))
 
     @property
@@ -252,7 +251,7 @@ class Budget:
         """The drafts that pay of those that were offered before."""
         if not self._values:
             return _Offered(0, 0.0, self._worth / self._costs.weighted(0, self._spent), {}, {})
-        values, weights = sorted(self._values, reverse=True), self._load.weights
+        values, weights = sorted(self._values, reverse=True), self._weights
         nodes, gained = self._best_of(values)
         least = values[nodes - 1] if nodes else inf
         paying = {i: [c for c in chances if c * weights[i] >= least] for i, chances in self._offered.items()}
@@ -264,16 +263,25 @@ class Budget:
             {i: sum(chances) for i, chances in paying.items()},
         )
 
-    def _best_cut(
-        self,
-        costs: StepCosts,
-        source: DraftSource,
-        weights: dict[bool, list[float]],
-        nodes: float,
-        tokens: float,
-        spent: float,
-    ) -> "_Cut":
-        """The least chance down to which the expected drafts of requests of these weights, by kind, are best taken."""
+    def _hoped(self, source: DraftSource, i: int) -> float:
+        """Accepted tokens that are hoped for of this drafter's drafts for a request."""
+        return self._load.accounts[i].factor(source.name) * source.acceptance(self._load.sampled[i]).hoped
+
+    def _best_cut(self, source: DraftSource, asked: Sequence[int], before: "_Offered") -> tuple["_Cut", float]:
+        """The least chance down to which the drafts that are expected for these requests are best taken, instead of
+        those offered to them before; and the seconds of drafting with them.
+        """
+        load, nodes, tokens = self._load, float(before.nodes), self._worth + before.gained
+        weights = dict[bool, list[float]]()
+        for i in asked:
+            weights.setdefault(load.sampled[i], []).append(load.accounts[i].factor(source.name) * self._weights[i])
+            if i in before.kept:
+                nodes -= before.kept[i]
+                tokens -= before.expected[i] * self._weights[i]
+        reading, share = self._costs.reading(source, asked)
+        spent = self._spent + self._costs.drafting(source, len(asked)) + share
+        # Reading pays only if later steps draft, too, those without prompts.
+        costs = self._costs.without_prompts() if reading else self._costs
         drafts = list[tuple[float, float, float]]()
         for kind, own in weights.items():
             acceptance = source.acceptance(kind)
@@ -287,18 +295,19 @@ class Budget:
             rate = tokens / costs.weighted(nodes, spent)
             if rate > best.rate:
                 best = _Cut(chance, nodes, rate)
-        return best
+        return best, spent
 
     def _switch(self, trials: Trials, on: bool) -> None:
         trials.on, trials.left, trials.since, trials.next = on, 0, self._step, self._step + TRIAL_INTERVAL
         self.statistics.switched_on += on
         self.statistics.switched_off += not on
 
-    def _tried(self, trials: Trials, source: DraftSource, which: list[int], plain: float) -> list[int]:
+    def _tried(self, trials: Trials, source: DraftSource, which: list[int]) -> list[int]:
         """The requests that a drafter which does not pay is tried for in this step, so rarely that it costs little."""
         if not trials.left:
-            if self._step < trials.next or self._costs.caution >= MOST_CAUTION:
+            if self._step < trials.next or not self._may_try:
                 return []
+            plain = self._costs.at(0)
             lost = self._costs.at(TRIAL_NODES) - plain
             lost += self._costs.drafting(source, TRIAL_REQUESTS)
             lost += self._costs.reading(source, which)[0] * min(1, TRIAL_REQUESTS / len(which))
@@ -331,7 +340,7 @@ class Budget:
             row[0] = 1.0
             chances.append(row)
             self._offered[i] = self._offered.get(i, []) + row[1:]
-            self._values += [load.weights[i] * chance for chance in row[1:] if chance]
+            self._values += [self._weights[i] * chance for chance in row[1:] if chance]
         return replace(tree, score=np.array(chances))
 
     def _best_of(self, values: Sequence[float]) -> tuple[int, float]:
@@ -349,7 +358,7 @@ class Budget:
         """Leave in the trees only the drafts that pay, of all requests together; those of methods that are not governed
         stay.
         """
-        drafts, weights = list[tuple[float, int, int, int]](), self._load.weights
+        drafts, weights = list[tuple[float, int, int, int]](), self._weights
         for p, part in enumerate(parts):
             if not part.removable:
                 self._fixed += sum(part.tree.drafted_counts)

@@ -56,10 +56,6 @@ class StepCosts:
         self.first = load.tokens - max(1, self.requests)
         """Tokens beside the first of each request: of prompts, and drafts that are verified whatever they cost."""
         self.key = load_key(self.requests, load.context)
-        self.caution = 1 + max(
-            (load.accounts[i].deficit(load.left[i]) ** 2 for i, w in enumerate(load.weights) if w), default=0
-        )
-        """Factor on the seconds beyond a plain step: the more, the more the request that has lost most has lost."""
         self._seconds = times.seconds(self.key, max(1, self.requests))
         self.host = times.draft_seconds(_HOST, self.key, self.requests, 0.0)
         self._known, reads = times.is_known, self.first >= LEAST_PROMPT
@@ -77,9 +73,9 @@ class StepCosts:
         return later
 
     def weighted(self, drafts: float, spent: float) -> float:
-        """Seconds of the step with so many drafts and so long a drafting, with caution."""
+        """Seconds of the step with so many drafts and so long a drafting, as they count for the choice."""
         # What prompts take is no reason to draft more: tokens that come later come at the usual rate.
-        return self.host + self._seconds[0] + self.caution * (self.at(drafts) - self.at(0) + spent)
+        return self.host + self._seconds[0] + self.at(drafts) - self.at(0) + spent
 
     def at(self, drafts: float) -> float:
         """Seconds of the pass with so many drafts."""
@@ -92,9 +88,9 @@ class StepCosts:
         return table[-1] * (self.requests + extra) / (self.requests + len(table) - 1)
 
     def of_a_draft(self, drafts: float) -> float:
-        """Seconds of a further draft beside so many, with caution."""
+        """Seconds of a further draft beside so many."""
         # Where the time of a pass has a step, further drafts cost more than those that lead up to it are worth.
-        return self.caution * (self.at(drafts + _MARGIN) - self.at(drafts)) / _MARGIN
+        return (self.at(drafts + _MARGIN) - self.at(drafts)) / _MARGIN
 
     def drafting(self, source: DraftSource, requests: int) -> float:
         """Seconds in which a drafter drafts for so many requests."""
@@ -129,6 +125,8 @@ class StepCosts:
         drafters of the step, and the tokens that each of them had to read.
         """
         if not self._known:
+            if self.times.is_known:  # since the pass of this step
+                StepCosts(self.times, self._load).learn_drafting(asked, seconds)
             return
         if not asked:
             self.times.observe_draft(_HOST, self.key, self.requests, seconds, 0.0)
@@ -138,8 +136,13 @@ class StepCosts:
             return
         seconds -= self.host + sum(self.drafting(other, self.requests) for other, _ in before)
         plain = self._seconds[0]
-        if read:
-            token = max(seconds / 2, seconds - self.drafting(source, self.requests)) / read
-            self.times.observe_draft(source.reading, _ANY, 1, token, PRIOR_READING * plain)
-        else:
+        if not read:
             self.times.observe_draft(source.name, self.key, self.requests, seconds, PRIOR_DRAFT * plain)
+            return
+        reading, prior = seconds - self.drafting(source, self.requests), PRIOR_READING * plain
+        if reading < seconds / 2:
+            # It took mostly the drafting: this says only that reading takes no longer.
+            reading = seconds
+            if reading >= read * self.times.draft_seconds(source.reading, _ANY, 1, prior):
+                return
+        self.times.observe_draft(source.reading, _ANY, 1, reading / read, prior)

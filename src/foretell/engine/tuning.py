@@ -74,12 +74,14 @@ TRIAL_INTERVAL = 64
 """Least number of steps between two trials."""
 OFF, ON = 0.99, 1.01
 """Rates over those without a drafter below which it is no longer asked, and from which on it is asked again."""
+READING_GAIN = 1.05
+"""Least rate over that without a drafter for which it reads what it has not read of a request: what is read may not be
+drafted from.
+"""
 OFF_STEPS = 8
 """Steps that a drafter which does not pay stays off before it is weighed again: weighing takes time, too."""
 MOST_LOSS = 0.03
 """Share of its plain time that a request may lose over its life."""
-MOST_CAUTION = 2.0
-"""Factor on the time beyond a plain step from which on nothing is tried: that of a request that has lost so much."""
 HORIZON = 64
 """Tokens to come that count in this life."""
 NEAR_STEPS, LATE_WEIGHT = 32, 4.0

@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.load.adapter import adapter_folder
 from foretell.model.load.assistant import is_assistant
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.config_file import CONFIG, read_config
@@ -18,13 +19,11 @@ from foretell.utils.validation import explain, validate
 
 
 def is_speculator(folder: Path) -> bool:
-    """Whether a directory holds a trained speculator, in Foretell's or another known format, and not a language
-    model; or a GGUF file a drafter.
+    """Whether a directory holds a trained speculator, in Foretell's or another known format, or an adapter, and not a
+    language model; or a GGUF file a drafter.
     """
-    if folder.is_file():
-        return is_drafter(folder)
-    if not (folder / CONFIG).is_file():
-        return False
+    if folder.is_file() or not (folder / CONFIG).is_file():
+        return is_drafter(folder) or adapter_folder(folder) is not None
     return "kind" in read_config(folder) or is_assistant(folder) or find_format(folder) is not None
 
 
@@ -34,6 +33,8 @@ def load_speculator(folder: Path, target: TargetInfo, embedding_and_head: Embedd
     Raises:
         ValueError: a damaged or incomplete checkpoint, one of no known format, or one for another target.
     """
+    if adapter_folder(folder) is not None:
+        raise ValueError(f"{folder}: an adapter, with which --method pard lets the target itself draft (UNO)")
     values = {} if folder.is_file() else read_config(folder)
     if "kind" in values:
         check_target(folder, values.get("target"), target)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -18,7 +18,7 @@ from foretell.lab.reproduce.lab import library_sources
 from foretell.load import load, open_checkpoint
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.sparsity import FirstNeurons, sparse_decoder
-from foretell.model.config.model import ModelConfig
+from foretell.model.config.model import Activation, ModelConfig
 from foretell.model.kernels.structures import prefix_size
 from foretell.model.load.build import build_decoder
 from foretell.model.load.reference import resolve_reference
@@ -65,6 +65,9 @@ def decoder(
     hidden: Annotated[int, typer.Option(metavar="N", min=64, help="Width, a multiple of 64.")] = 192,
     ffn: Annotated[int, typer.Option(metavar="N", min=64, help="Neurons per layer, a multiple of 64.")] = 512,
     vocab: Annotated[int, typer.Option(metavar="N", min=257, help="Tokens of the byte-level BPE.")] = 1024,
+    activation: Annotated[
+        Literal["silu", "relu"], typer.Option(help="Of the gates; those of relu are zero for most tokens.")
+    ] = "silu",
     widths: Annotated[
         str, typer.Option(metavar="LIST", help="Shares of the neurons, of which a step draws one: 0.125,0.25,0.5,1.")
     ] = "1",
@@ -77,14 +80,16 @@ def decoder(
 
     foretell generate "import os" --raw --model small --method layer_skip
     """
-    refuse_unused(ctx, ("layers", "hidden", "ffn", "vocab"), "--from names a model of its own sizes", bool(start))
+    refuse_unused(
+        ctx, ("layers", "hidden", "ffn", "vocab", "activation"), "--from names a model of its own", bool(start)
+    )
     if choose is not None and (not start or settings["depth"] != "all" or settings["exit_loss"] != "none"):
         raise ValueError("--choose: the exits choose the layers of a trained model; give --from alone with it")
     console = Console(file=sys.stderr)
     check_output(out, force)
     asked = FromStartSettings(**settings, widths=_parse_widths(widths))
     learned, held = _texts(text)
-    model, codec = _open(start) if start else _create(learned, layers, hidden, ffn, vocab, asked.seed)
+    model, codec = _open(start) if start else _create(learned, layers, hidden, ffn, vocab, activation, asked.seed)
     leave = None if choose is None else _policy(start, choose)
     with console.status("reading the text") as status:
         stream, other = _tokens(learned, codec), _tokens(held, codec)
@@ -151,7 +156,9 @@ def _texts(paths: list[Path] | None) -> tuple[list[str], list[str]]:
     return [t for i, t in enumerate(texts) if i % 10 != 9 % len(texts)], texts[9 % len(texts) :: 10]
 
 
-def _create(texts: list[str], layers: int, hidden: int, ffn: int, vocab: int, seed: int) -> tuple[Decoder, TextCodec]:
+def _create(
+    texts: list[str], layers: int, hidden: int, ffn: int, vocab: int, activation: Activation, seed: int
+) -> tuple[Decoder, TextCodec]:
     """A random decoder with a byte-level BPE of the texts."""
     if hidden % (2 * _HEAD) or ffn % 64:
         raise ValueError(f"--hidden {hidden} --ffn {ffn}: multiples of 64 were expected")
@@ -169,6 +176,7 @@ def _create(texts: list[str], layers: int, hidden: int, ffn: int, vocab: int, se
     config = ModelConfig(
         architecture="llama", vocab=tokenizer.get_vocab_size(), hidden=hidden, layers=layers, heads=heads,
         kv_heads=heads // 2, head_dim=_HEAD, ffn=ffn, context=_CONTEXT, tied=True, bos=end, eos=(end,),
+        activation=activation,
     )  # fmt: skip
     return random_decoder(config, seed), TextCodec(tokenizer, bos=_END, eos=_END)
 

@@ -106,8 +106,8 @@ def fit_predictors(
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[FittedPredictor]:
     """Fit predictors per layer on calibration text. A token needs the neurons with the largest contributions, the
-    magnitude of the neuron times the norm of its column of down, since SwiGLU has no exact zeros; and the heads whose
-    part of the attention's output has the largest norm.
+    magnitude of the neuron times the norm of its column of down, since SwiGLU has no exact zeros (of those of ReLU none
+    that is zero); and the heads whose part of the attention's output has the largest norm.
 
     Raises:
         ValueError: see `check_settings`.
@@ -154,22 +154,32 @@ def needed_heads(block: BlockActivations, config: ModelConfig, sparsity: float) 
     """The query heads with the largest contributions, the share `1 - sparsity` of every token."""
     linear = block.block.output
     assert isinstance(linear, Linear)
-    mixed = block.inputs["output"].chunk(config.heads, -1)
-    parts = linear.weight.float().chunk(config.heads, -1)
-    return _largest(torch.stack([(x @ w.T).norm(dim=-1) for x, w in zip(mixed, parts, strict=True)], -1), sparsity)
-
-
-def _largest(size: Float[Tensor, "t u"], sparsity: float) -> Bool[Tensor, "t u"]:
-    count = max(1, round((1 - sparsity) * size.shape[1]))
-    return torch.zeros_like(size, dtype=torch.bool).scatter_(1, size.topk(count, 1).indices, True)
+    return largest(head_sizes(block.inputs["output"], linear.weight, config.heads), sparsity)
 
 
 def needed_neurons(block: BlockActivations, sparsity: float, run: int = 1) -> Bool[Tensor, "t u"]:
     """The runs of neurons with the largest contributions, the share `1 - sparsity` of every token."""
     mlp = block.block.mlp
     assert isinstance(mlp, FeedForward)
-    size = block.inputs["down"].abs() * mlp.down.weight.float().norm(dim=0)
-    return _largest(size.unflatten(-1, (-1, run)).norm(dim=-1), sparsity)
+    size = neuron_sizes(block.inputs["down"], mlp.down.weight)
+    return largest(size.unflatten(-1, (-1, run)).norm(dim=-1), sparsity)
+
+
+def head_sizes(mixed: Float[Tensor, "*t i"], output: Float[Tensor, "d i"], heads: int) -> Float[Tensor, "*t h"]:
+    """The norm of what every head adds to the output of attention."""
+    parts = zip(mixed.float().chunk(heads, -1), output.float().chunk(heads, -1), strict=True)
+    return torch.stack([(x @ w.T).norm(dim=-1) for x, w in parts], -1)
+
+
+def neuron_sizes(inner: Float[Tensor, "*t f"], down: Float[Tensor, "d f"]) -> Float[Tensor, "*t f"]:
+    """The norm of what every neuron adds to the output of its network."""
+    return inner.abs() * down.float().norm(dim=0)
+
+
+def largest(size: Float[Tensor, "*t u"], sparsity: float) -> Bool[Tensor, "*t u"]:
+    """The largest numbers of every token, the share `1 - sparsity`, without those that are zero."""
+    count = max(1, round((1 - sparsity) * size.shape[-1]))
+    return torch.zeros_like(size, dtype=torch.bool).scatter_(-1, size.topk(count, -1).indices, True) & (size > 0)
 
 
 def fit_predictor(

@@ -19,7 +19,7 @@ from foretell.model.block.linear import Linear
 from foretell.model.config.model import ModelConfig
 
 Tensor = torch.Tensor
-GATED = ("silu", "gelu_tanh")
+GATED = ("silu", "gelu_tanh", "relu")
 """Activations whose neurons are zero where the activated gate is zero."""
 
 
@@ -102,7 +102,7 @@ def check_sparse(config: ModelConfig, rules: Sequence[NeuronRule]) -> None:
     what = next((name for name, present in unsupported.items() if present), "")
     if what:
         raise ValueError(
-            f"sparse feed-forward networks are supported with SiLU and GELU gates, and this model "
+            f"sparse feed-forward networks are supported with SiLU, GELU and ReLU gates, and this model "
             f"({config.architecture}) has {what}; run it dense"
         )
     chooses_heads = any(isinstance(rule, PredictedNeurons) and rule.heads is not None for rule in rules)

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 import numpy as np
+import torch
 from jaxtyping import Int
+
+from foretell.utils.transfer import lazy_zeros
 
 BLOCK_SLOTS = 64
 """Tokens of a block; `kCacheBlock` of csrc/cache.h."""
@@ -15,6 +18,22 @@ NO_BLOCK = -1
 def blocks_for(slots: int) -> int:
     """Number of blocks that so many tokens need."""
     return -(-slots // BLOCK_SLOTS)
+
+
+def with_blocks(part: torch.Tensor, needed: int, limit: int | None = None) -> torch.Tensor:
+    """A tensor `[layers, heads, blocks, ...]` with room for so many blocks or more, at most `limit`: on the CPU for all
+    of the limit, as what is not written takes no memory; else for twice as many, so that growing takes a constant time
+    a token.
+    """
+    old = part.shape[2]
+    if limit is not None and part.device.type == "cpu":
+        size = max(needed, limit)
+    else:
+        # An odd number: heads whose distance is a power of two displace each other in the processor's caches.
+        size = max(needed, 2 * old + 1 if limit is None else min(2 * old + 1, limit))
+    new = lazy_zeros((*part.shape[:2], size, *part.shape[3:]), part)
+    new[:, :, :old] = part
+    return new
 
 
 class OutOfBlocksError(Exception):

@@ -9,19 +9,12 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.model.cache.base import Cache
-from foretell.model.cache.block_table import BLOCK_SLOTS, BlockTable, blocks_for
+from foretell.model.cache.block_table import BLOCK_SLOTS, BlockTable, blocks_for, with_blocks
 from foretell.model.cache.numbers import quantize, rotate_blocks, widen
 from foretell.model.cache.packed_groups import GROUP_SLOTS, KIVI_BITS, PackedGroups, packed_slots
 from foretell.model.config.model import CacheDtype
 from foretell.utils.inference import in_inference_mode
-from foretell.utils.transfer import to_device
-
-_INTEGER_DTYPE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer dtype of as many bytes as a number of the cache."""
-_GROWTH_BYTES = 64 * 2**20
-"""On the CPU the cache doubles when it is full, or grows by so much, whichever is less. On a device it doubles: what
-was captured for its address is of no use after it has grown.
-"""
+from foretell.utils.transfer import movable_view, to_device
 
 
 class KVCache(Cache):
@@ -72,7 +65,7 @@ class KVCache(Cache):
             self.v_scale = self.k_scale if self.shared else torch.empty_like(self.k_scale)
         self.table: Int[torch.Tensor, "r n"] = torch.from_numpy(self.blocks.table).to(device)
         """The table of the blocks on the cache's device; on the CPU it is the same memory."""
-        self._movable = tuple(map(_movable_view, self._parts()))
+        self._movable = tuple(map(movable_view, self._parts()))
 
     def _parts(self) -> list[torch.Tensor]:
         return [part for name in self._names if (part := getattr(self, name)) is not None]
@@ -91,8 +84,8 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and scales."""
-        return sum(part.nbytes for part in self._parts()) + (self.packed.nbytes if self.packed else 0)
+        """Bytes of the keys, values and scales of all blocks that were ever held."""
+        return self.block_bytes * self.blocks.blocks + (self.packed.nbytes if self.packed else 0)
 
     def reserve(self, rows: Sequence[int], slots: Sequence[int]) -> None:
         """Give each of these rows room for so many tokens; see `Cache.reserve`."""
@@ -121,18 +114,8 @@ class KVCache(Cache):
 
     def _grow(self) -> None:
         """Make room for all blocks of the table."""
-        old = self.k.shape[2]
-        if (needed := self.blocks.blocks) > old:
-            step = _GROWTH_BYTES // max(1, self.block_bytes) if self.k.device.type == "cpu" else old
-            size = max(needed, old + min(old, step))
-            size = size if self.blocks.limit is None else min(size, self.blocks.limit)
-
-            def grown(part: torch.Tensor) -> torch.Tensor:
-                new = part.new_zeros(*part.shape[:2], size, *part.shape[3:])
-                new[:, :, :old] = part
-                return new
-
-            self._replace_parts(grown)
+        if (needed := self.blocks.blocks) > self.k.shape[2]:
+            self._replace_parts(lambda part: with_blocks(part, needed, self.blocks.limit))
         self._copy_table()
 
     def _replace_parts(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -143,7 +126,7 @@ class KVCache(Cache):
                 setattr(self, name, make(part))
         if self.shared:
             self.v, self.v_scale = self.k, self.k_scale
-        self._movable = tuple(map(_movable_view, self._parts()))
+        self._movable = tuple(map(movable_view, self._parts()))
 
     def add_layers(self, count: int) -> int:
         """Make room for further layers of the same sizes, and return the index of the first one. Their keys and values
@@ -327,8 +310,3 @@ class LatentCache(KVCache):
     """What latent attention keeps of a token: one vector that is key and value of all heads."""
 
     shared = True
-
-
-def _movable_view(part: torch.Tensor) -> Any:
-    """The memory that `move` indexes: on the CPU a NumPy view as integers, which takes a third of torch's time."""
-    return part.view(_INTEGER_DTYPE[part.element_size()]).numpy() if part.device.type == "cpu" else part

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
 
-from foretell.model.cache.block_table import BLOCK_SLOTS, BlockTable, blocks_for
+from foretell.model.cache.block_table import BLOCK_SLOTS, BlockTable, blocks_for, with_blocks
 
 GROUP_SLOTS = 32
 """Tokens of a group of keys, and dimensions of a group of values; `kGroupSlots` of csrc/packed_groups.h."""
@@ -72,12 +72,9 @@ class PackedGroups:
         self.blocks.extend(row, packed_slots(max(0, slots - 1)))
         if row >= len(self.done):
             self.done = np.pad(self.done, (0, row + 1 - len(self.done)))
-        if (needed := self.blocks.blocks) > (old := self.k.shape[2]):
+        if (needed := self.blocks.blocks) > self.k.shape[2]:
             for name in ("k", "v", "k_range", "v_range"):
-                part: torch.Tensor = getattr(self, name)
-                new = part.new_zeros(*part.shape[:2], max(needed, 2 * old), *part.shape[3:])
-                new[:, :, :old] = part
-                setattr(self, name, new)
+                setattr(self, name, with_blocks(getattr(self, name), needed))
 
     def keep(self, row: int, length: int) -> int:
         """Note that a pass has read the last of `length` tokens that are kept; slots of its packed groups."""

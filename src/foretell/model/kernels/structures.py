@@ -19,7 +19,7 @@ PANEL_KINDS = (
 inputs, those by input have a row of all outputs per input, the others are as in `StoredMatrix`."""
 OPERANDS = PRECISIONS
 """What the inputs of a product are rounded to: float32, bfloat16, rotated int8, or int8 with a scale per 32 inputs."""
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "relu2", "relu")
 SCORINGS = ("softmax", "sigmoid")
 NORMED_HEADS = ("head", "all", "rotated")
 PANEL = 32

@@ -55,6 +55,12 @@ class AdapterName(NamedTuple):
     place: Path
 
 
+def adapter_folder(folder: Path) -> Path | None:
+    """The directory of a PEFT adapter in a directory without a model, or its own `adapter`; None: there is none."""
+    places = (folder, folder / "adapter") if not (folder / "config.json").is_file() else ()
+    return next((place for place in places if (place / _CONFIG).is_file()), None)
+
+
 def adapter_name(reference: str) -> AdapterName:
     """The name and the place of an adapter that is given as `NAME=PLACE` or as `PLACE`, which may have a `=`, too."""
     name, equals, place = reference.partition("=")

@@ -1,4 +1,4 @@
-"""Loads Gemma 4's assistant, a checkpoint of its own, for its target."""
+"""Loads Gemma 4's assistant, a checkpoint of its own, for its target: a directory, or a GGUF file of llama.cpp."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +16,9 @@ from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.load.build import build_block
+from foretell.model.load.gguf import GGUF
+from foretell.model.load.gguf_header import GGUFHeader, gguf_config
+from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.native import packable_block, weight_dtype
 from foretell.model.load.weights import EMBEDDING, SafetensorsWeights, Weights
 from foretell.model.run.assistant import Assistant, Blocks, CentroidHead
@@ -24,12 +27,19 @@ from foretell.utils.validation import Fields, read_json
 
 _CONFIG = "config.json"
 _KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
+_GGUF_KIND, _TARGETS_KIND = "gemma4-assistant", "gemma4"
+"""Architectures of llama.cpp: the assistant's, and that whose blocks it has."""
+_PROJECTIONS = {f"nextn.{name}.weight": f"{name}.weight" for name in ("pre_projection", "post_projection")}
+_GROUPS = ("masked_embd_centroids.weight", "masked_embd_ordering")
+"""Tensors in GGUF that llama.cpp leaves: it scores all tokens. How many groups are chosen is not in the file."""
 Tensor = torch.Tensor
 Function = Callable[[Tensor], Tensor]
 
 
 def is_assistant(folder: Path) -> bool:
-    """Whether a directory holds an assistant."""
+    """Whether a directory or a GGUF file holds an assistant."""
+    if folder.is_file():
+        return bool(GGUFHeader(folder).metadata.get("general.architecture") == _GGUF_KIND)
     return (folder / _CONFIG).is_file() and read_json(folder / _CONFIG).get("model_type") in _KINDS
 
 
@@ -39,11 +49,19 @@ def load_assistant(folder: Path, target: Network) -> Assistant:
     Raises:
         ValueError: it is damaged or of another target, or this is not in memory as a whole.
     """
-    read = Fields(read_json(folder / _CONFIG), str(folder / _CONFIG))
-    config, sources = _config(read, target.config, folder)
-    weights = SafetensorsWeights(folder)
-    weights.check_layers(config.layers)
-    weights.check_tensors(config)
+    weights: Weights
+    if folder.is_file():
+        file = _AssistantFile(folder)
+        read = Fields({"backbone_hidden_size": file.metadata.get(f"{_TARGETS_KIND}.embedding_length_out")}, str(folder))
+        config, sources = _config(read, gguf_config(file), target.config, folder)
+        weights = _AssistantWeights(file, config)
+    else:
+        read = Fields(read_json(folder / _CONFIG), str(folder / _CONFIG))
+        text = {"hidden_size_per_layer_input": 0, **read.fields("text_config").raw, "num_kv_shared_layers": 0}
+        config, sources = _config(read, from_hf(text, read.source), target.config, folder)
+        weights = stored = SafetensorsWeights(folder)
+        stored.check_layers(config.layers)
+        stored.check_tensors(config)
     norm = RMSNorm(weights.require("model.norm.weight", config.hidden).to(target.device), config.norm_eps)
     if not isinstance(target, NativeDecoder | Decoder):
         raise ValueError("mtp needs the whole model in memory; run it without a memory limit, or use another method")
@@ -67,12 +85,28 @@ def load_assistant(folder: Path, target: Network) -> Assistant:
     )
 
 
-def _config(read: Fields, target: ModelConfig, folder: Path) -> tuple[ModelConfig, tuple[int, ...]]:
-    """The configuration of its layers, and the target's layer whose keys and values each of them reads: the last one
-    of its kind that has its own.
+class _AssistantFile(GGUF):
+    """A GGUF file of an assistant as one of its target's architecture, whose layers have keys and values."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        own = {key.replace(_GGUF_KIND, _TARGETS_KIND, 1): value for key, value in self.metadata.items()}
+        none = dict.fromkeys(("gemma4.nextn_predict_layers", "gemma4.attention.shared_kv_layers"), 0)
+        self.metadata = own | none | {"general.architecture": _TARGETS_KIND}
+        self.tensors = {_PROJECTIONS.get(name, name): info for name, info in self.tensors.items()}
+
+
+class _AssistantWeights(GGUFWeights):
+    """Its tensors."""
+
+    def _can_be_left(self, name: str) -> bool:
+        return name in (*_PROJECTIONS.values(), *_GROUPS) or super()._can_be_left(name)
+
+
+def _config(read: Fields, own: ModelConfig, target: ModelConfig, folder: Path) -> tuple[ModelConfig, tuple[int, ...]]:
+    """The configuration of its layers, of which `own` has the sizes, and the target's layer whose keys and values each
+    of them reads: the last one of its kind that has its own.
     """
-    text = {"hidden_size_per_layer_input": 0, **read.fields("text_config").raw, "num_kv_shared_layers": 0}
-    own = from_hf(text, str(folder / _CONFIG))
     if target.local_head_dim == 0:
         raise ValueError(
             f"{folder}: an assistant of Gemma 4, and the target is {target.architecture}; use it with its own target"

@@ -15,6 +15,7 @@ from foretell.model.block.weights import names_of
 from foretell.model.config.families import family_of
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.load.adapter import read_updates, with_adapter
 from foretell.model.load.build import build_block, build_decoder, build_without_blocks
 from foretell.model.load.mtp import load_mtp
 from foretell.model.load.native import packable_block
@@ -43,6 +44,11 @@ class Checkpoint(ABC):
         """Load the network in a dtype (None: the model's own), changed, for the fastest backend of this machine."""
 
     @property
+    def folder(self) -> Path | None:
+        """The directory of its files; None: its weights are made up."""
+        return self._weights.files[0].parent if self._weights.files else None
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype that the model runs in, apart from quantised matrices."""
         return torch.bfloat16
@@ -64,6 +70,19 @@ class Checkpoint(ABC):
             f"sparse feed-forward networks run on the CPU kernels and in torch, with all weights in memory, and this "
             f"model runs on {type(network).__name__}; run it dense"
         )
+
+    def adapted(self, network: Network, reference: str) -> Network:
+        """`network`, the model itself, with a LoRA adapter: beside its weights on the kernels, else merged into a copy.
+
+        Raises:
+            ValueError: see `foretell.model.load.adapter`; or the adapter changes more than linear layers.
+        """
+        if not isinstance(network, NativeDecoder):
+            return build_decoder(*with_adapter(self.config, self._weights, reference), self.dtype, self._device)
+        updates = read_updates(self.config, self._weights, reference)
+        if updates is None:
+            raise ValueError(f"{reference}: an adapter of linear layers alone drafts, and this one changes more")
+        return network.with_updates(updates)
 
     def mtp_layer(self, network: Network, file: Path | None = None) -> MTPLayer:
         """Load the multi-token prediction layer, of this checkpoint or of a GGUF file that has it alone; embedding and

@@ -28,6 +28,7 @@ from foretell.model.run.network import Network
 
 Tensor = torch.Tensor
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_MOST_MODULES = 64  # that are looked for; no model has so many
 
 
 class _LayerWeights(DelegatedWeights):
@@ -78,6 +79,23 @@ def _of_file(path: Path, config: ModelConfig) -> Weights:
     return GGUFWeights(file, own, predicts=True)
 
 
+def _modules(names: PredictionNames, weights: Weights) -> list[PredictionNames]:
+    """Names of the parts of the layers of a checkpoint, of which the first one has `names`.
+
+    Raises:
+        ValueError: their numbers have a gap.
+    """
+    modules = [names.of_module(i) for i in range(_MOST_MODULES)]
+    there = [weights.get(f"{each.layer}input_layernorm.weight") is not None for each in modules]
+    count = max(there.index(False), 1)
+    if any(there[count:]):
+        raise ValueError(
+            f"{weights.source}: its layers of multi-token prediction have a gap at {modules[count].layer}*; is the "
+            "checkpoint complete?"
+        )
+    return modules[:count]
+
+
 def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path | None = None) -> MTPLayer:
     """The multi-token prediction layer of a checkpoint for its model `target`, whose embedding and head it shares;
     `file`: a GGUF file with this layer alone. Where neither has it, it is looked for beside the model's GGUF file.
@@ -105,9 +123,7 @@ def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path 
         raise ValueError(
             f"this checkpoint was published without its multi-token prediction layer ({error}); use another method"
         ) from error
-    modules = [names]
-    while weights.get(f"{(further := names.of_module(len(modules))).layer}input_layernorm.weight") is not None:
-        modules.append(further)
+    modules = _modules(names, weights)
     if len(modules) > 1 and not names.several:
         raise ValueError(
             f"this checkpoint has several layers of multi-token prediction ({names.layer}*, {modules[1].layer}*), and "

@@ -1,5 +1,5 @@
-"""Reads and writes DFlash checkpoints, and those of DSpark, DFlash 2, Domino, XPress and LiLiCorr, which add heads: in
-their authors' format and in that of the `speculators` library.
+"""Reads and writes DFlash checkpoints, those of DSpark, DFlash 2, Domino, XPress and LiLiCorr, which add heads, and
+JetSpec's, whose blocks are causal: in their authors' format and in that of the `speculators` library.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.speculator.config_file import CONFIG
 from foretell.speculator.formats.base import (
     CheckpointFormat,
     ConvertedCheckpoint,
@@ -35,6 +36,7 @@ from foretell.speculator.formats.layers import (
     library_layer,
 )
 from foretell.speculator.network.base import Speculator, TargetInfo
+from foretell.speculator.network.cached_layers import EXTRA_POSITIONS
 from foretell.speculator.network.corrections import (
     DominoConfig,
     LatticeConfig,
@@ -64,9 +66,9 @@ _HEAD_KEYS = (
 )  # fmt: skip
 """Keys of heads; the tensors say most of what they say."""
 _OPTIONS = (
-    "is_causal", "causal", "use_swa", "attention_sink_bias", "add_swa_attention_sink_bias", "is_neox_style",
-    "projector_type", "shift_label", "pure_draft_prefix_len", "selector_rank", "conv_kernel_size", "output_multiplier",
-    "input_embedding_scale", "final_logit_softcapping",
+    "is_causal", "causal", "causal_head", "use_swa", "attention_sink_bias", "add_swa_attention_sink_bias",
+    "is_neox_style", "projector_type", "shift_label", "pure_draft_prefix_len", "selector_rank", "conv_kernel_size",
+    "output_multiplier", "input_embedding_scale", "final_logit_softcapping",
 )  # fmt: skip
 """Options that are checked; see `_check_options`."""
 _HEADS = {"selector": "candidate_selector.", "domino": "", "refiner": "refiner_head.", "lattice": "lilicorr."}
@@ -171,10 +173,10 @@ def _read_authors(
     }
     if files.has(_DOMINO):
         values["predicts_from_anchor"] = Fields({**files.config, **own.raw}, own.source).flag("shift_label")
-    if files.fields.texts("layer_types"):
-        # In vLLM and SpecForge the type of a layer decides, unless a flag does.
-        flag = files.fields.flag("is_causal", default=own.flag("causal", default=True))
-        values["window_causal"] = flag and _SLIDING in files.fields.texts("layer_types")
+    # In vLLM and SpecForge the type of a layer decides, unless a flag does; JetSpec has a flag of its own.
+    places = [(fields, name) for name in ("is_causal", "causal", "causal_head") for fields in (files.fields, own)]
+    flags = [fields.flag(name) for fields, name in places if fields.has(name)]
+    values["window_causal"] = flags[0] if flags else _SLIDING in files.fields.texts("layer_types")
     read = _read(files, files.config, values, target, embedding_and_head)
     keys = (*_HEAD_KEYS, *_OPTIONS, "target_layer_ids", "mask_token_id", "block_size")
     refuse_other_keys(files.fields, LAYER, ("dflash_config", "num_target_layers"), keys)
@@ -186,7 +188,8 @@ def _read_speculators(
     files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
     layer = library_layer(files)
-    kind, sliding = files.config.get("speculators_model_type"), _SLIDING in _types(layer, files)
+    kind = files.config.get("speculators_model_type")
+    sliding = _SLIDING in Fields(layer, files.fields.source).texts("layer_types")
     values = {
         "window_from_anchor": sliding,
         "window_causal": sliding and not files.fields.flag("sliding_window_non_causal", default=kind == "dflash2"),
@@ -200,11 +203,6 @@ def _read_speculators(
     return read
 
 
-def _types(layer: Mapping[str, Any], files: PublishedCheckpoint) -> tuple[str, ...]:
-    """The types of the layers; none: all are alike."""
-    return Fields(layer, files.fields.source).texts("layer_types")
-
-
 def _read(
     files: PublishedCheckpoint,
     raw: Mapping[str, Any],
@@ -214,12 +212,18 @@ def _read(
 ) -> ConvertedCheckpoint:
     _check_options(files, raw, values, embedding_and_head)
     shape = layer_shape(files, raw, target.vocab)
-    _check(files, values, target)
+    if not values["hidden_layers"]:
+        raise ValueError(f"{files.folder / CONFIG}: it names no layers of its target that it reads; is it complete?")
+    check_layers_read(files, values["hidden_layers"], target)
+    check_mask_token_read(files, values["mask_token"], target)
     markov = files.find(_MARKOV_IN)
     trained_for = target_info(files, target, shape.hidden, target.vocab if markov is None else len(markov))
     own = OwnTensors.find(files, target, embedding_and_head)
     keys = Fields({**files.config, **files.fields.fields("dflash_config").raw}, files.fields.source)
     convolution = files.has(_CONVOLUTION.format(0, "attention", "base_kernel"))
+    layers = layer_values(files, raw, shape, own)
+    if values["window_causal"] and not layers.get("window_layers"):
+        layers |= {"window": shape.context + EXTRA_POSITIONS, "window_layers": tuple(range(shape.layers))}
     config = DFlashConfig(
         target=trained_for,
         markov_rank=0 if markov is None else markov.shape[1],
@@ -227,7 +231,7 @@ def _read(
         convolution=convolution,
         convolution_group=keys.integer("conv_group_size", least=1) if convolution else 16,
         correction=_correction(files, keys),
-        **layer_values(files, raw, shape, own),
+        **layers,
         **values,
     )
     return convert(files, config, tensor_sources(config), own)
@@ -244,14 +248,17 @@ def _check_options(
     `raw`: the layers' configuration.
     """
     own = {**raw, **files.config, **files.fields.fields("dflash_config").raw}
-    markov, types = files.has(_MARKOV_IN), _types(raw, files)
+    markov, types = files.has(_MARKOV_IN), Fields(raw, files.fields.source).texts("layer_types")
     domino = files.has(_DOMINO)
-    causal = (False, True) if types and set(types) == {_SLIDING} else (False,)
+    library = "speculators_model_type" in files.config
+    mixed = len(set(types)) > 1 or (library and _SLIDING not in types) or (not types and own.get("use_sliding_window"))
+    causal = (False,) if mixed else (False, True)
     with_bias = any(name.endswith("attention_sink_bias") for name in files.names)
     selector = files.find("candidate_selector.predecessor_codebook")
     supported: dict[str, tuple[object, ...]] = {
         "is_causal": causal,
         "causal": causal,
+        "causal_head": causal,
         "use_swa": (False,),
         "attention_sink_bias": (with_bias,),
         "add_swa_attention_sink_bias": (with_bias,),
@@ -272,15 +279,6 @@ def _check_options(
         if own.get(name) not in (None, *known):
             wanted = " or ".join(map(str, known))
             raise files.fields.wrong(name, f"{wanted}: nothing else is supported for DFlash here", own[name])
-
-
-def _check(files: PublishedCheckpoint, values: Mapping[str, Any], target: TargetInfo) -> None:
-    """Refuse what would draft wrongly."""
-    place = files.folder / "config.json"
-    if not values["hidden_layers"]:
-        raise ValueError(f"{place}: it names no layers of its target whose hidden states it reads; is it complete?")
-    check_layers_read(files, values["hidden_layers"], target)
-    check_mask_token_read(files, values["mask_token"], target)
 
 
 def check_exported(network: DFlash, format_name: str) -> None:
@@ -369,15 +367,17 @@ def _write_authors(network: Speculator, verifier: Verifier, folder: Path) -> Non
     named = {"selector": "DFlash2DraftModel", "lattice": "LiLiCorrDraftModel"}
     layout = {
         "architectures": [plain if c.correction is None else named.get(c.correction.kind, plain)],
-        **layer_config(c, dtype_name(network)),
+        **layer_config(c.model_copy(update={"window": 0}) if c.causal else c, dtype_name(network)),
         "base_model_name_or_path": verifier.name,
         "num_target_layers": c.target.layers,
         "block_size": c.block_size,
+        **({"is_causal": True} if c.causal else {}),  # read by vLLM and SGLang; JetSpec reads `causal_head`
         "dflash_config": {
             "mask_token_id": mask,
             "target_layer_ids": [layer - 1 for layer in c.recorded_layers],
             # Without the flag other engines read windows as causal, with it all layers.
             **({} if not c.window or c.window_causal else {"causal": False}),
+            **({"causal": True, "causal_head": True} if c.causal else {}),
             **({"attention_sink_bias": True} if c.sink_layers else {}),
             **head_keys(c),
         },

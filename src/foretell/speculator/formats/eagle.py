@@ -117,7 +117,7 @@ def _read_speculators(
     if kind not in (None, "eagle3"):
         raise ValueError(
             f"{files.folder}: speculators of the type {kind!r} are not known here; known: eagle3, peagle, dflash, "
-            "dspark"
+            "dspark, dflash2, xpress"
         )
     layer = library_layer(files)
     refuse_other_library_keys(files.fields, layer, EAGLE3_KEYS)

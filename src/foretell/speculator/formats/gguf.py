@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from foretell.model.config.model import RopeConfig
+from foretell.model.load.assistant import is_assistant
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_header import GGUFHeader, holds_prediction_alone
 from foretell.speculator.formats import dflash, eagle_export
@@ -89,11 +90,12 @@ class GGUFCheckpoint(PublishedCheckpoint):
 
 
 def is_drafter(path: Path) -> bool:
-    """Whether a GGUF file holds a drafter of a known architecture, or a model's layer of multi-token prediction."""
+    """Whether a GGUF file holds a drafter of a known architecture, or what `mtp` drafts with."""
     if not path.is_file():
         return False
     file = GGUFHeader(path)
-    return file.metadata.get("general.architecture") in (_EAGLE3, _DFLASH) or holds_prediction_alone(file)
+    kind = file.metadata.get("general.architecture")
+    return kind in (_EAGLE3, _DFLASH) or is_assistant(path) or holds_prediction_alone(file)
 
 
 def open_gguf(path: Path) -> PublishedCheckpoint:

@@ -56,7 +56,7 @@ class DFlashConfig(CachedLayersConfig):
     correction: AnyCorrection | None = Field(None, discriminator="kind")
     """A head that corrects a slot's predictions by the tokens that are drafted before it."""
     window_causal: bool = False
-    """In layers with a window a slot attends to no later slots of its block."""
+    """In layers with a window a slot attends to no later slots of its block; see `causal`."""
     window_from_anchor: bool = False
     """The window of all slots holds the last positions before the anchor, in addition to the block, as the library
     `speculators` trains it; else the window of a slot counts itself and what is before it, as in SpecForge and vLLM.
@@ -78,6 +78,12 @@ class DFlashConfig(CachedLayersConfig):
         if kind == "lattice" and self.predicts_from_anchor:
             raise ValueError("the slots of a lattice are those after the anchor's; give predicts_from_anchor=false")
         return self
+
+    @property
+    def causal(self) -> bool:
+        """Whether slots see all that is before them and nothing later, by windows that hold all (arXiv 2606.18394)."""
+        whole = self.window >= self.decoder_config.context and len(self.window_layers) == self.layers
+        return self.window_causal and whole
 
     @property
     def depth(self) -> int:

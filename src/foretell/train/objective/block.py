@@ -10,8 +10,8 @@ from foretell.distributions.divergence import total_variation
 from foretell.train.objective.distillation import Objective, label_losses
 from foretell.train.objective.unrolled import TargetLabels
 
-Weighting = Literal["dpace", "decay"]
-"""How the places of a block are weighted: by expected acceptance (D-PACE), or by a fixed exponential decay."""
+Weighting = Literal["dpace", "decay", "uniform"]
+"""Weights of the places of a block: by expected acceptance (D-PACE), by an exponential decay, or alike (JetSpec)."""
 _SMOOTHING = 0.5
 """Share of a probability in D-PACE's factors; the rest is 1, so that later places count before earlier ones are
 learned."""
@@ -48,7 +48,9 @@ def block_loss(
     `right`: probability of the target's most probable token at these places.
     """
     grid = right.new_zeros(mask.shape).masked_scatter(mask, right.detach())
-    weight = dpace_weights(grid, mask) if weighting == "dpace" else decay_weights(mask, block_size)
+    weight = mask.to(losses.dtype)
+    if weighting != "uniform":
+        weight = dpace_weights(grid, mask) if weighting == "dpace" else decay_weights(mask, block_size)
     return (losses * weight[mask]).sum() / max(1, len(losses))
 
 

@@ -67,10 +67,12 @@ class DFlashTraining(LayerOptions):
     """Normalise queries and keys per head, as published formats of DFlash do."""
     window: int = Field(0, ge=0)
     """Sliding attention window of all layers in tokens, counted back from every slot; 0: none."""
+    causal: bool = False
+    """Let slots attend to no later slots (JetSpec); its loss is `weighting=uniform` with `hard=0`."""
     anchors: int = Field(64, ge=1)
     """Maximum number of random blocks per text of a batch."""
     weighting: Weighting = "dpace"
-    """Weights of the places of a block: `dpace`, or DFlash's `decay`."""
+    """Weights of the places of a block: `dpace`, DFlash's `decay`, or JetSpec's `uniform`."""
     hard: float = Field(0.3, ge=0, le=1)
 
 
@@ -145,8 +147,11 @@ class DFlashRecipe(LabelledRecipe):
 
 def _config_values(setup: RecipeSetup, o: DFlashTraining) -> dict[str, Any]:
     shared = {"block_size", "predicts_from_anchor", "fc_norm", "markov_rank", "confidence", "convolution"}
+    window = o.window or setup.config.context + EXTRA_POSITIONS
+    every = {"window": window, "window_layers": tuple(range(o.layers)), "window_causal": True}
     return {
         **setup.layer_values(o),
+        **(every if o.causal else {}),
         "hidden_layers": parse_hidden_layers(o.hidden_layers, setup.card.layers + 1, "--set hidden_layers"),
         "correction": CORRECTIONS[o.correction],
         **o.model_dump(include=shared | {"mask_token", "qk_norm"}),

@@ -90,11 +90,6 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
 
 def _read_mask_token(read: Fields) -> int | None:
     """The mask token of a PARD draft model; None: it is none."""
-    if read.has("pard2_target_layers"):
-        raise ValueError(
-            f"{read.source}: a PARD-2 draft model that reads its target's hidden states (pard2_target_layers), which "
-            "is not supported; use a PARD checkpoint of this family"
-        )
     token = read.integer("pard_token", default=-1, least=-1)
     vocab = read.integer("vocab_size", least=1)
     if token >= vocab:

@@ -37,7 +37,7 @@ enum Kind : int32_t {
 // scale per 32 inputs. Blocks of a GGUF file are multiplied with all but the third, kTwoOfFour with the first two.
 enum Operand : int32_t { kFloat32Operand = 0, kBfloat16Operand = 1, kInt8Operand = 2, kInt8BlocksOperand = 3 };
 // kRelu2: relu(up)^2, without a gate.
-enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2 = 3 };
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2 = 3, kRelu = 4 };
 constexpr int32_t kKeysOnly = 2;
 // The norms of queries and keys are over each head, over all of them, or over each head after its rotation.
 enum NormedHeads : int32_t { kOneHead = 0, kAllHeads = 1, kRotatedHead = 2 };

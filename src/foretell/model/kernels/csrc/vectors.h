@@ -142,6 +142,7 @@ inline Float tanh_of(Float x) { return splat(1.0f) - splat(2.0f) / (splat(1.0f) 
 
 inline Float activate(Float x, int32_t kind) {
   if (kind == kSilu) return x / (splat(1.0f) + exponential(-x));
+  if (kind == kRelu) return larger(x, Float{});
   const Float cubic = fma(x * x * x, splat(0.044715f), x);
   return splat(0.5f) * x * (splat(1.0f) + tanh_of(splat(0.7978845608f) * cubic));
 }
