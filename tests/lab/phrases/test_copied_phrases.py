@@ -182,6 +182,21 @@ def test_training_finds_the_phrases_that_come_next(model: Model, tool: dict[str,
     assert torch.equal(again.query.weight, encoders.query.weight)
 
 
+def test_no_text_of_a_batch_is_a_document_of_it(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus, pieces = corpus_of(model)
+    sizes = list[int]()
+
+    def check(encoders: PhraseEncoders, texts: Corpus, documents: Corpus) -> torch.Tensor:
+        own = {tuple(t) for t in texts.tokens.tolist()}
+        assert not own & {tuple(t) for t in documents.tokens.tolist()}
+        sizes.append(len(documents.tokens))
+        return phrase_loss(encoders, texts, documents)
+
+    monkeypatch.setattr("foretell.lab.phrases.encoders.phrase_loss", check)
+    train(corpus, pieces, Related(pieces, model.config.vocab), 4, 1, lambda *_: None)
+    assert len(sizes) == 4 and min(sizes) >= 8
+
+
 def test_the_loss_is_that_of_the_cut(model: Model) -> None:
     """Against the distribution of choices, at the places where the text is cut."""
     corpus, _ = corpus_of(model)
