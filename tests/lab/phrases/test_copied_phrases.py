@@ -190,7 +190,8 @@ def test_no_text_of_a_batch_is_a_document_of_it(model: Model, monkeypatch: pytes
         own = {tuple(t) for t in texts.tokens.tolist()}
         assert not own & {tuple(t) for t in documents.tokens.tolist()}
         sizes.append(len(documents.tokens))
-        return phrase_loss(encoders, texts, documents)
+        loss: torch.Tensor = phrase_loss(encoders, texts, documents)
+        return loss
 
     monkeypatch.setattr("foretell.lab.phrases.encoders.phrase_loss", check)
     train(corpus, pieces, Related(pieces, model.config.vocab), 4, 1, lambda *_: None)
