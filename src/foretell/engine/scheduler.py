@@ -9,7 +9,7 @@ from foretell.engine.rows import RowPool
 from foretell.engine.statistics import StepTime
 from foretell.model.run.runner import Adapts, ReadsImages, Runner, free_tokens, offered
 
-_ROOM_FOR_DRAFTS = 128
+ROOM_FOR_DRAFTS = 128
 """Tokens of the cache that a request needs beside those of its sequence: about a tree."""
 _PROMPT_LOGPROBS_CHUNK = 128
 """Most prompt tokens per step of a request whose prompt's logits are needed: they take 4 bytes times the vocabulary."""
@@ -116,14 +116,14 @@ class Scheduler:
             reuses = not r.reads_prompt_logprobs
             if reuses and self.rows.awaits(r.sequence, r.method, r.request.prefix_salt):
                 continue
-            if not self._make_room(_ROOM_FOR_DRAFTS):
+            if not self._make_room(ROOM_FOR_DRAFTS):
                 return
             row, cached = self.rows.allocate(r.sequence, r.method, r.request.prefix_salt, reuses)
             if self._adapts is not None:
                 self._adapts.adapt(row, r.request.adapter)
             if self._images is not None:
                 self._images.show(row, r.request.images)
-            if not self._make_room(r.sequence.length - cached + _ROOM_FOR_DRAFTS):
+            if not self._make_room(r.sequence.length - cached + ROOM_FOR_DRAFTS):
                 self.rows.release(row, keep=True)
                 return
             del self.waiting[r.number]

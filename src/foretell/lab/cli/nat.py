@@ -240,6 +240,7 @@ def _table(report: NatReport, batch: int) -> Table:
     rows = {
         "pairs": f"{report.pairs:,}",
         "exact match": f"{report.exact_match:.1%}",
+        "BLEU": "sacrebleu is not installed" if report.bleu is None else f"{report.bleu:.1f}",
         "edit distance, per word of the reference": f"{report.edit_distance:.4f}",
         f"decoder passes {of}": f"{report.passes:.2f}",
         "tokens per pass": f"{report.tokens_per_pass:.2f}",

@@ -5,6 +5,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from foretell.lab.nat.marian import MarianModel
 from foretell.lab.nat.network import NatConfig, NatModel
 from foretell.lab.nat.objective import KINDS
 from foretell.speculator.checkpoint import WEIGHTS, write_weights
@@ -29,6 +30,8 @@ def load_model(folder: Path) -> NatModel:
     if not path.is_file():
         raise ValueError(f"{folder}: no {CONFIG} here; foretell nat train writes such a folder")
     raw = read_json(path, "train the model again")
+    if raw.get("model_type") == "marian":
+        return MarianModel(folder).requires_grad_(False)
     if raw.get("kind") not in KINDS:
         raise ValueError(
             f"{folder}: a sequence-to-sequence model was asked for (kind {', '.join(KINDS)}), and this folder holds a "
@@ -62,6 +65,9 @@ def require_same_words(one: NatModel, other: NatModel, folder: Path) -> None:
     Raises:
         ValueError: they do not.
     """
-    ours, theirs = ((m.config.source_words, m.config.target_words) for m in (one, other))
+    ours, theirs = ((m.config.source.words, m.config.target.words) for m in (one, other))
     if ours != theirs:
-        raise ValueError(f"{folder}: this model has other words; train both on pairs of the same words")
+        raise ValueError(
+            f"{folder}: this model has other words; train both on pairs of the same words, "
+            "or one with --words-of the other"
+        )

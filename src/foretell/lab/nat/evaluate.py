@@ -22,6 +22,8 @@ class NatReport:
     pairs: int
     exact_match: float
     """Share of outputs that equal a reference."""
+    bleu: float | None
+    """Of the corpus, in per cent, by sacrebleu over words; None: it is not installed."""
     edit_distance: float
     """Insertions, deletions and substitutions of words to the nearest reference, over its length."""
     passes: float
@@ -33,8 +35,21 @@ class NatReport:
     tokens_per_second: float
     milliseconds: float
     """Of a batch of sources: wall time, encoder included."""
+    cpu_milliseconds: float
+    """Processor time of a source, of all threads, encoder included."""
     same_as_verifier: float | None = None
     """Share of outputs that equal greedy decoding of the verifier, where there is a drafter."""
+
+
+def bleu(texts: Sequence[str], pairs: Sequence[Pair]) -> float | None:
+    """BLEU of texts against all references of their pairs; None: sacrebleu is not installed."""
+    try:
+        from sacrebleu import corpus_bleu
+    except ImportError:
+        return None
+    most = max(len(p.references) for p in pairs)
+    references = [[p.references[i] if i < len(p.references) else None for p in pairs] for i in range(most)]
+    return float(corpus_bleu(texts, references, tokenize="none", force=True).score)
 
 
 def edit_distance(one: Sequence[str], other: Sequence[str]) -> int:
@@ -67,25 +82,27 @@ def evaluate(
     run = _plain(model, options, teacher) if drafter is None else _verified(model, drafter, options)
     run(sources[:1])
     outputs, passes, draft_passes, source_passes = list[Sequence[int]](), 0, 0, 0
-    started = time.perf_counter()
+    started, begun = time.perf_counter(), time.process_time()
     for begin in range(0, len(sources), batch):
         tokens, count, drafts = run(sources[begin : begin + batch])
         outputs += tokens
         passes, draft_passes = passes + count, draft_passes + drafts
         source_passes += count * len(tokens)
-    seconds, batches = time.perf_counter() - started, -(-len(sources) // batch)
+    seconds, cpu, batches = time.perf_counter() - started, time.process_time() - begun, -(-len(sources) // batch)
     texts = [model.config.target.decode(tokens) for tokens in outputs]
     # The end token counts: an autoregressive model takes a pass for it.
     tokens_out = sum(len(o) + 1 for o in outputs)
     return NatReport(
         pairs=len(pairs),
         exact_match=float(np.mean([t in p.references for t, p in zip(texts, pairs, strict=True)])),
+        bleu=bleu(texts, pairs),
         edit_distance=float(np.mean([_relative_distance(t, p) for t, p in zip(texts, pairs, strict=True)])),
         passes=passes / batches,
         draft_passes=draft_passes / batches,
         tokens_per_pass=tokens_out / source_passes,
         tokens_per_second=tokens_out / seconds,
         milliseconds=1000 * seconds / batches,
+        cpu_milliseconds=1000 * cpu / len(sources),
         same_as_verifier=None if drafter is None else _same_share(model, sources, outputs),
     )
 

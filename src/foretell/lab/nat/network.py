@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field, model_validator
 from torch import nn
 
-from foretell.lab.nat.pairs import PAD, Vocabulary
+from foretell.lab.nat.pairs import PAD, MarianWords, Subwords, Vocabulary
 from foretell.utils.validation import FrozenModel
 
 Kind = Literal["autoregressive", "cmlm", "glat", "fertility", "sundae"]
@@ -21,8 +22,13 @@ class NatConfig(FrozenModel):
     """Configuration of a model, stored as `config.json`; lengths in tokens."""
 
     kind: Kind
-    source_words: tuple[str, ...]
-    target_words: tuple[str, ...]
+    source_words: tuple[str, ...] = ()
+    target_words: tuple[str, ...] = ()
+    source_subwords: str = ""
+    """Tokenizer of the source's parts of words, as JSON, in place of its words."""
+    target_subwords: str = ""
+    marian: str = ""
+    """Folder of a Marian checkpoint whose parts of words are used."""
     hidden: int = Field(128, ge=8)
     heads: int = Field(4, ge=1)
     layers: int = Field(2, ge=1)
@@ -40,15 +46,20 @@ class NatConfig(FrozenModel):
             raise ValueError(f"{self.heads} heads do not divide a width of {self.hidden}")
         return self
 
-    @property
+    @cached_property
     def source(self) -> Vocabulary:
         """Vocabulary of sources."""
-        return Vocabulary(self.source_words)
+        return self._side(self.source_words, self.source_subwords, False)
 
-    @property
+    @cached_property
     def target(self) -> Vocabulary:
         """Vocabulary of targets."""
-        return Vocabulary(self.target_words)
+        return self._side(self.target_words, self.target_subwords, True)
+
+    def _side(self, words: tuple[str, ...], subwords: str, of_target: bool) -> Vocabulary:
+        if self.marian:
+            return MarianWords(self.marian, of_target)
+        return Subwords(subwords) if subwords else Vocabulary(words)
 
 
 class _Attention(nn.Module):

@@ -15,7 +15,7 @@ from foretell.lab.nat.align import fertilities
 from foretell.lab.nat.checkpoint import load_model, require_autoregressive, require_same_words, save_model
 from foretell.lab.nat.network import Kind, NatConfig, NatModel
 from foretell.lab.nat.objective import PairBatch, loss_of
-from foretell.lab.nat.pairs import Pair, Vocabulary, pad, read_pairs
+from foretell.lab.nat.pairs import Pair, Subwords, Vocabulary, pad, read_pairs
 from foretell.train.loop.checkpoint import CheckpointState, CheckpointStore
 from foretell.train.loop.curve import StepMetrics, write_curve
 from foretell.train.loop.model_card import CARD
@@ -51,6 +51,8 @@ class NatSettings(FrozenModel):
     dropout: Annotated[float, Option("Dropout.", "X")] = Field(0.1, ge=0, lt=1)
     aligner: Annotated[str, Option("Autoregressive model whose attention gives fertilities (fertility).", "DIR")] = ""
     """Empty: even fertilities."""
+    subwords: Annotated[int, Option("Parts of words to learn for each side; 0: whole words.", "N")] = Field(0, ge=0)
+    words_of: Annotated[str, Option("Model whose words, or parts of words, are used.", "DIR")] = ""
     save_minutes: Annotated[float, Option("Minutes between checkpoints.", "M")] = Field(1.0, gt=0)
     seed: Annotated[int, Option("Seed of random numbers.", "N", least=0)] = Field(0, ge=0)
 
@@ -60,6 +62,8 @@ class NatSettings(FrozenModel):
             raise ValueError("give the length of the training once: --minutes of CPU time, or --steps")
         if self.aligner and self.kind != "fertility":
             raise ValueError(f"--aligner is for the kind fertility, and this is {self.kind}")
+        if self.words_of and self.subwords:
+            raise ValueError("--words-of DIR gives the parts of words already; leave --subwords out")
         return self
 
 
@@ -78,18 +82,29 @@ def config_for(settings: NatSettings, pairs: Sequence[Pair]) -> NatConfig:
         ValueError: sizes that do not fit together.
     """
     sources, targets = [p.source for p in pairs], [r for p in pairs for r in p.references]
-    values = {
+    if settings.words_of:
+        vocabularies = (like := load_model(Path(settings.words_of)).config).source, like.target
+    elif settings.subwords:
+        vocabularies = Subwords.learn(sources, settings.subwords), Subwords.learn(targets, settings.subwords)
+    else:
+        vocabularies = Vocabulary.of(sources), Vocabulary.of(targets)
+    values: dict[str, object] = {
         "kind": settings.kind,
-        "source_words": Vocabulary.of(sources).words,
-        "target_words": Vocabulary.of(targets).words,
         "hidden": settings.hidden,
         "heads": settings.heads,
         "layers": settings.layers,
         "ffn": settings.ffn,
         "dropout": settings.dropout,
-        "max_source": max(len(s.split()) for s in sources),
-        "max_target": max(len(t.split()) for t in targets),
+        "max_source": max(len(vocabularies[0].encode(s)) for s in sources),
+        "max_target": max(len(vocabularies[1].encode(t)) for t in targets),
     }
+    for side, vocabulary in zip(("source", "target"), vocabularies, strict=True):
+        if isinstance(vocabulary, Subwords):
+            values[f"{side}_subwords"] = vocabulary.table
+        else:
+            values[f"{side}_words"] = vocabulary.words
+    if settings.words_of and like.marian:
+        values |= {"marian": like.marian, "source_words": (), "target_words": ()}
     return validate(NatConfig, values, "sizes of the model")
 
 

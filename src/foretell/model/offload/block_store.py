@@ -1,5 +1,6 @@
 """Weight offloading: a network whose blocks are read from the checkpoint when they run, under a memory limit."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -48,22 +49,26 @@ class BlockStore(Generic[B]):
         self._ahead: deque[tuple[int, Future[B]]] = deque()
         """Blocks that are being fetched, or were and have not run."""
         self._pool = ThreadPoolExecutor(1, "offload")
-        self.fetch_count = 0
-        """Number of blocks read from the file so far."""
+        self.fetch_count = self.read_bytes = 0
+        """Number of blocks read from the file so far, and their bytes."""
+        self.read_seconds = 0.0
+        """Time that their reading took."""
+        self.bandwidth: float | None = None
+        """Most bytes to read per second: a slower device than this one; None: as fast as it goes."""
+        self.fixed_bytes = fixed_bytes
         first = None if sizes is not None else self._read(0)
         sizes = [weight_bytes(first)] * count if sizes is None else sizes
+        self.sizes: Sequence[int] = sizes
+        """Bytes of every block."""
         self.block_bytes = max(sizes)
         """Bytes of the largest block."""
         room = budget - fixed_bytes
         if self.block_bytes > room:
             refuse_small_limit(budget, "what stays in memory and one block", fixed_bytes + self.block_bytes)
-        # Where not all blocks fit, places are needed for the block that is running and the next ones.
-        places = 0 if sum(sizes) <= room else min(_PLACES, room // self.block_bytes)
-        self._depth = max(0, places - 1)
-        total = list(accumulate(sizes))
-        self.resident_blocks = sum(size <= room - places * self.block_bytes for size in total)
+        self.resident_blocks, places = resident_within(room, sizes)
         """Number of blocks that stay in memory."""
-        self.resident_bytes = fixed_bytes + (total[self.resident_blocks - 1] if self.resident_blocks else 0)
+        self._depth = max(0, places - 1)
+        self.resident_bytes = fixed_bytes + sum(sizes[: self.resident_blocks])
         """Bytes that stay in memory."""
         self.peak_bytes = self.resident_bytes + places * self.block_bytes
         """Most bytes of weights in memory at once."""
@@ -109,10 +114,22 @@ class BlockStore(Generic[B]):
         wait([future for _, future in self._ahead])
 
     def _read(self, i: int) -> B:
+        begun = time.perf_counter()
         block = self._fetch(i)
         self._release_pages()
-        self.fetch_count += 1
+        size = weight_bytes(block)
+        if self.bandwidth is not None:
+            time.sleep(max(0.0, begun + size / self.bandwidth - time.perf_counter()))
+        self.fetch_count, self.read_bytes = self.fetch_count + 1, self.read_bytes + size
+        self.read_seconds += time.perf_counter() - begun
         return block
+
+
+def resident_within(room: int, sizes: Sequence[int]) -> tuple[int, int]:
+    """Of blocks of these sizes, how many stay in `room` bytes, and the places for those that are read."""
+    # Where not all blocks fit, places are needed for the block that is running and the next ones.
+    places = 0 if sum(sizes) <= room else min(_PLACES, room // max(sizes))
+    return sum(size <= room - places * max(sizes) for size in accumulate(sizes)), places
 
 
 def refuse_small_limit(limit: int, what: str, least: int) -> NoReturn:
