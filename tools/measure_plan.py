@@ -3,6 +3,8 @@
     python tools/measure_plan.py tools/plan_questions.jsonl --plan skeleton --out answers.txt
     python tools/measure_plan.py tools/plan_questions.jsonl --plan skeleton --times 8
 
+    python tools/measure_plan.py tools/plan_questions.jsonl --plan apar --model my-apar/target
+
 Each line of the file has `prompt` and `list`: whether the answer has independent points, by a person's judgement. The
 router is measured on all of them, the rest on those with `list`, without a router. Texts go to `--out`.
 """
@@ -10,8 +12,10 @@ router is measured on all of them, the rest on those with `list`, without a rout
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,8 @@ from foretell.api import Answer, Model
 from foretell.engine.request import Request
 
 Row = dict[str, Any]
+_STREAMS = 12
+"""Streams of an answer that are decoded side by side, on the average."""
 
 
 def measure_router(model: Model, plan: Row, rows: Sequence[Row]) -> None:
@@ -34,10 +40,11 @@ def measure_router(model: Model, plan: Row, rows: Sequence[Row]) -> None:
 
 
 def timed(make: Callable[[], Answer]) -> tuple[Answer, float]:
-    """An answer and its seconds."""
-    started = time.perf_counter()
+    """An answer and its seconds, of processor time where `--processor-time` asks for it."""
+    clock = time.process_time if "--processor-time" in sys.argv else time.perf_counter
+    started = clock()
     answer = make()
-    return answer, time.perf_counter() - started
+    return answer, clock() - started
 
 
 def mean_logprob(model: Model, prompt: str, text: str) -> float:
@@ -66,6 +73,61 @@ def describe(name: str, model: Model, prompts: Sequence[str], answers: Sequence[
         f"repeated trigrams {mean(repetition(a.text) for a in answers):.1%}, "
         f"log-probability per token {mean(logprobs):.2f}"
     )
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """Tokens whose keys and values are cached at most, and those attended to in all: by a plan that forks, and by plain
+    decoding of the same tokens without the control tokens.
+    """
+
+    cached: int
+    attended: int
+    plain_cached: int
+    plain_attended: int
+
+
+def cache_use(streams: Sequence[tuple[Sequence[int], int]]) -> CacheUse:
+    """Of the streams of an answer that was written with forks, each its prompt and the number of its tokens; first the
+    root. What two streams share is cached once, and forgotten with the last of them.
+    """
+    root, begin, parent, offset = len(streams[0][0]), [0], [-1], [0]
+    for i, (prompt, _) in enumerate(streams[1:], 1):
+        fits = [j for j in range(i) if list(prompt[: len(streams[j][0])]) == list(streams[j][0])]
+        parent.append(max(fits, key=lambda j: len(streams[j][0])))
+        offset.append(len(prompt) - 1 - len(streams[parent[i]][0]))
+        begin.append(begin[parent[i]] + offset[i])
+    cached = 0
+    for step in range(max(b + n for b, (_, n) in zip(begin, streams, strict=True))):
+        # A stream begins with its child token, which is read in its first pass.
+        needed = [
+            step - b + (i > 0) if b <= step < b + n else 0
+            for i, (b, (_, n)) in enumerate(zip(begin, streams, strict=True))
+        ]
+        for i in range(len(streams) - 1, 0, -1):
+            if needed[i]:
+                needed[parent[i]] = max(needed[parent[i]], offset[i] + (parent[i] > 0))
+        cached = max(cached, root + sum(needed))
+    total = sum(n for _, n in streams) - 2 * (len(streams) - 1)
+    attended = sum(sum(range(len(prompt), len(prompt) + n)) for prompt, n in streams)
+    return CacheUse(cached, attended, root + total - 1, sum(range(root, root + total)))
+
+
+def measure_cache(model: Model, plan: Row, method: str, prompts: Sequence[str], tokens: int) -> None:
+    """Cached and attended tokens of the answers that fork."""
+    runs = [model.plan_run(prompt, plan, max_new_tokens=tokens) for prompt in prompts]
+    model.plan_engine(method, rows=_STREAMS * len(runs)).complete(runs)
+    forked = [run for run in runs if len(run.requests) > 1]
+    if forked:
+        uses = [cache_use([(r.request.prompt, r.tokens) for r in run.requests]) for run in forked]
+        cached, attended = ([getattr(u, n) / getattr(u, f"plain_{n}") for u in uses] for n in ("cached", "attended"))
+        passes = [sum(r.tokens for r in run.requests) / run.report.passes for run in forked]
+        print(
+            f"{method}: {len(forked)} of {len(runs)} answers fork; of what the same text takes without, cached at most "
+            f"{statistics.fmean(cached):.0%} ({min(cached):.0%} to {max(cached):.0%}), attended to "
+            f"{statistics.fmean(attended):.0%}; tokens per pass {statistics.fmean(passes):.2f} (median "
+            f"{statistics.median(passes):.2f}, {min(passes):.2f} to {max(passes):.2f})"
+        )
 
 
 def measure_texts(model: Model, plan: Row, prompts: Sequence[str], tokens: int, out: Path | None) -> None:
@@ -128,6 +190,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=0, help="take times with so many questions; 0: measure the texts")
     parser.add_argument("--points", type=int, default=0, help="most points of a skeleton")
     parser.add_argument("--rounds", type=int, default=1, help="how often times are taken with each question")
+    parser.add_argument("--processor-time", action="store_true", help="for a machine that others use, with one thread")
     parser.add_argument("--max-new-tokens", type=int, default=300)
     parser.add_argument("--out", type=Path, help="file for the texts")
     args = parser.parse_args()
@@ -143,6 +206,9 @@ def main() -> None:
         return
     if args.plan == "skeleton":
         measure_router(model, plan, rows)
+    else:
+        for method in args.methods.split(","):
+            measure_cache(model, plan, method, prompts, args.max_new_tokens)
     measure_texts(model, plan, prompts, args.max_new_tokens, args.out)
 
 

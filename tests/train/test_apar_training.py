@@ -63,6 +63,29 @@ def test_lists_are_cut_at_their_heads() -> None:
     assert forked.forks[1].detail == "\nIt is cheaper, it is fun, and friends like it."
 
 
+PARAGRAPHS = """Bees matter. They carry pollen from one flower to the next one.
+
+They live in hives. A hive has one queen, and she lays all of the eggs.
+
+One sentence alone."""
+
+
+def test_paragraphs_are_cut_after_their_first_sentence() -> None:
+    forked = fork_text(PARAGRAPHS)
+    assert forked is not None and forked.whole == PARAGRAPHS
+    assert [fork.text for fork in forked.forks] == ["Bees matter.", "\n\nThey live in hives."]
+    assert forked.forks[0].detail == " They carry pollen from one flower to the next one."
+    assert forked.rest == "\n\nOne sentence alone."
+
+
+@pytest.mark.parametrize(
+    ("text", "again"), [(ANSWER, "\n\n3. Cook at home: Once more"), (PARAGRAPHS, "\n\nBees matter. Yes")]
+)
+def test_a_text_ends_where_a_head_comes_again(text: str, again: str) -> None:
+    forked = fork_text(text + again + " with a detail of some words.")
+    assert forked is not None and forked.whole == text
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -92,10 +115,19 @@ def test_documents_of_an_answer(model: Model) -> None:
         assert main.tokens[: record.start - 1] == record.tokens[: record.start - 1]
         forked = fork_text(ANSWER)
         assert forked is not None and codec.decode(record.tokens[record.start : -1]) == forked.forks[i].detail
-    unfinished = replace(answer, tokens=answer.tokens[:-1])
-    assert [len(r.tokens) for r in forked_documents(unfinished, 0, codec, tokens, model.eos)] == [
-        len(answer.tokens) - 1
-    ]
+    sampled = forked_documents(replace(answer, greedy=False), 0, codec, tokens, model.eos)
+    assert not any(record.greedy for record in sampled)
+
+
+def test_a_cut_answer_ends_before_its_last_line(model: Model) -> None:
+    codec, tokens = model.codec, choose_control_tokens(model.codec, model.eos)
+    cut = ANSWER.removesuffix(" month, too.\n\nGood luck.")
+    main, *details = forked_documents(Document(np.array(codec.encode(cut)), 0), 0, codec, tokens, model.eos)
+    assert codec.decode(main.tokens[:-1]) == "".join(HEADS[:2]) + "\n\n- Wait: no." and main.tokens[-1] == 256
+    assert len(details) == 2 and all(record.tokens[-1] == 256 for record in details)
+    plain = codec.encode("A plain answer that was cut")
+    (same,) = forked_documents(Document(np.array(plain), 0), 0, codec, tokens, model.eos)
+    assert list(same.tokens) == plain
 
 
 def test_a_tokenizer_without_spare_tokens_is_refused() -> None:

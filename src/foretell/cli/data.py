@@ -119,10 +119,10 @@ def fork(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new set.")],
     model: ModelReference = DEFAULT_MODEL,
 ) -> None:
-    """Cut the answers of a data set at their lists, for `foretell train apar`.
+    """Cut the answers of a data set at their lists or paragraphs, for `foretell train apar`.
 
-    An answer whose list has heads and details becomes a main text with forks, and a text per detail; other answers
-    stay.
+    An answer whose list has heads and details, or whose paragraphs have two sentences or more, becomes a main text with
+    forks, and a text per detail; other answers stay.
     """
     data, target = Dataset.open(path), load_model(model)
     check_data(data, target)

@@ -8,6 +8,7 @@ _SUMMARIES: Mapping[str, str] = {
     "reproduce": "Check what the papers claim, on a model here.",
     "diffusion": "Decode and measure masked diffusion models, such as LLaDA.",
     "nat": "Sequence-to-sequence models that do not decode from left to right.",
+    "phrases": "Write text by copying phrases from an index. LOSSY.",
     "quantize": "Write a model with few bits per weight (RTN, GPTQ, AWQ, HQQ).",
     "compress": "Prune a model, lower its rank or drop blocks; write it with a card.",
     "evaluate": "Compare a dtype with the model's exact numbers: KL and perplexity.",

@@ -1,19 +1,21 @@
-"""Training texts of APAR (arXiv 2401.06761): answers with lists, cut into a main text and details."""
+"""Training texts of APAR (arXiv 2401.06761): answers with lists or paragraphs, cut into a main text and details."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from foretell.plan.control_tokens import ControlTokens
 from foretell.tokenizer.codec import TextCodec
 from foretell.train.data.dataset import Document, DocumentRecord
 
-MAX_HEAD_WORDS = 12
-"""A longer head is a sentence, which does not introduce a detail."""
+MAX_HEAD_WORDS, MAX_SENTENCE_WORDS = 12, 30
+"""A longer head of an item, or first sentence of a paragraph, does not introduce a detail."""
 MIN_DETAIL_WORDS = 6
 """A shorter detail is not worth a stream of its own."""
 _ITEM = re.compile(r"^(?P<head>[ ]{0,3}(?:\d{1,2}[.)]|[-*•])[ ]+[^\n:]+?:\**)(?=[ ]|\n[ ]{0,3}\S)")
 _BEGINS_ITEM = re.compile(r"^ {0,3}(?:\d{1,2}[.)]|[-*•]) +")
+_PARAGRAPH = re.compile(r"(?:^|(?<=\n\n))(?![ ]*(?:\d|[-*•#]))(?P<head>[^\n]+?[.!?])(?= +[A-Z])[^\n]+(?=\n\n|\n?$)")
+"""A paragraph of two sentences or more."""
 _FOREIGN = re.compile(r"```|\$\$|\\\(|https?://|\|---")
 """Code, formulas, links and tables: such answers are left out, as in the paper."""
 
@@ -40,17 +42,27 @@ class ForkedText:
 
 
 def fork_text(text: str) -> ForkedText | None:
-    """The structure of a text: the items of its lists with a head before a colon. None: fewer than two of them, or the
-    text has code, formulas, links or tables.
+    """The structure of a text: the items of its lists with a head before a colon; without such a list its paragraphs,
+    whose first sentence is the head. None: fewer than two of them, or code, formulas, links or tables.
 
-    The detail of an item goes to the next item or the next blank line.
+    An item goes to the next one or a blank line; the text ends where a head comes again, as with small models it does.
     """
     if _FOREIGN.search(text):
         return None
-    forks, begin = list[Fork](), 0
-    for start, head, end in _items(text):
-        detail = text[head:end]
-        if len(text[start:head].split()) <= MAX_HEAD_WORDS and len(detail.split()) >= MIN_DETAIL_WORDS:
+    paragraphs = ((m.start(), m.end("head"), m.end()) for m in _PARAGRAPH.finditer(text))
+    return _cut(text, _items(text), MAX_HEAD_WORDS) or _cut(text, paragraphs, MAX_SENTENCE_WORDS)
+
+
+def _cut(text: str, parts: Iterable[tuple[int, int, int]], most: int) -> ForkedText | None:
+    """The forks at parts (begin, end of the head, end) whose heads have `most` words at most."""
+    forks, begin, known = list[Fork](), 0, set[str]()
+    for start, head, end in parts:
+        detail, name = text[head:end], text[start:head].lstrip("0123456789.)-*• ").lower()
+        if name in known:
+            text = text[:start].rstrip()
+            break
+        known.add(name)
+        if len(text[start:head].split()) <= most and len(detail.split()) >= MIN_DETAIL_WORDS:
             forks.append(Fork(text[begin:head], detail))
             begin = end
     return ForkedText(tuple(forks), text[begin:]) if len(forks) >= 2 else None
@@ -80,18 +92,24 @@ def forked_documents(
 ) -> list[DocumentRecord]:
     """The main text of a document and one sequence per detail, from `number` on; without structure, the document.
 
-    In the main text, what follows a fork does not see its detail; a detail sees the main text up to its fork.
+    In the main text, what follows a fork does not see its detail; a detail sees the main text up to its fork. An answer
+    that the limit of its length cut ends before its last line.
     """
     prompt, answer = document.tokens[: document.start].tolist(), document.tokens[document.start :].tolist()
-    ended = [answer[-1]] if answer and answer[-1] in eos else []
-    forked = fork_text(codec.decode(answer[: len(answer) - len(ended)], skip_special_tokens=False))
-    if forked is None or not ended:
-        return [DocumentRecord(number=number, tokens=document.tokens.tolist(), start=document.start)]
-    main, details = prompt, list[DocumentRecord]()
+    ended = bool(answer) and answer[-1] in eos
+    text = codec.decode(answer[: len(answer) - ended], skip_special_tokens=False)
+    forked = fork_text(text if ended else text.rstrip()[: text.rstrip().rfind("\n") + 1].rstrip())
+    if forked is None:
+        return [
+            DocumentRecord(number=number, tokens=document.tokens.tolist(), start=document.start, greedy=document.greedy)
+        ]
+    main, end, details = prompt, [answer[-1] if ended else (codec.eos_ids or eos)[0]], list[DocumentRecord]()
     for fork in forked.forks:
         main = [*main, *codec.encode(fork.text, add_special_tokens=False), tokens.fork]
         detail = codec.encode(fork.detail, add_special_tokens=False)
-        record = [*main, tokens.child, *detail, *ended]
-        details.append(DocumentRecord(number=number + len(details) + 1, tokens=record, start=len(main) + 1))
-    whole = [*main, *codec.encode(forked.rest, add_special_tokens=False), *ended]
-    return [DocumentRecord(number=number, tokens=whole, start=document.start), *details]
+        record = [*main, tokens.child, *detail, *end]
+        details.append(
+            DocumentRecord(number=number + len(details) + 1, tokens=record, start=len(main) + 1, greedy=document.greedy)
+        )
+    whole = [*main, *codec.encode(forked.rest, add_special_tokens=False), *end]
+    return [DocumentRecord(number=number, tokens=whole, start=document.start, greedy=document.greedy), *details]
