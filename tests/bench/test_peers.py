@@ -99,7 +99,7 @@ def test_a_directory_cannot_be_exported() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mode", ["plain", "lookup"])
+@pytest.mark.parametrize("mode", ["lookup", pytest.param("plain", marks=pytest.mark.exhaustive)])
 def test_transformers_answers_as_we_do(mode: str) -> None:
     peer = hf.TransformersPeer(hf.load(str(target()), torch.float32), mode)  # type: ignore[arg-type]
     (plain,) = MethodCompetitor(model(), MethodSpec.parse("autoregressive"), GenerationSettings(12)).answer(
