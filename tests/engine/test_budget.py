@@ -205,16 +205,18 @@ def _load(weights: Sequence[float]) -> StepLoad:
     return StepLoad(len(weights), True, weights, rooms, [r + 1 for r in rooms], [False] * len(weights), accounts)
 
 
-def test_a_drafter_that_another_one_outdoes_in_a_step_is_asked_in_the_next() -> None:
+@pytest.mark.parametrize(("chance", "slope"), [(1.0, 0.01), (0.7, 0.3)], ids=["outdone", "does not pay beside it"])
+def test_a_drafter_that_another_one_outdoes_in_a_step_is_asked_in_the_next(chance: float, slope: float) -> None:
     bound = BoundMethod(next(v for v in VARIANTS if v.name == "hybrid_model").make(VOCAB))
-    budget = Budget(PassTimes(CHEAP))
+    budget = Budget(PassTimes({1: 1.0, 128: 1 + 127 * slope}))
 
-    class Sure(Retriever):
+    class Copies(Retriever):
         def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
-            return [[Continuation((1, 2, 3, 4, 5), (1.0,) * 5)]]
+            return [[Continuation((1, 2, 3), (chance, chance**2, chance**3))]]
 
-    tree = Method(Sure(), Trie(6), Match()).grow(context_of([1]))
-    for copies in (True, False):
+    tree = Method(Copies(), Trie(6), Match()).grow(context_of([1]))
+    budget._source(bound, 1).steps = FIRST_STEPS
+    for copies in (False, True, False):
         budget.begin(_load([1.0]))
         if copies:
             assert budget.plan(bound, 0, [0]) is not None

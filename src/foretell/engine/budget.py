@@ -213,7 +213,9 @@ class Budget:
     def _weigh(self, source: DraftSource, which: list[int], unread: Callable[[int], int]) -> Plan | str:
         """Compare the rate with this drafter's expected drafts with that of what was offered so far."""
         trials = source.trials.setdefault(self._costs.key, Trials())
-        if not trials.on and not trials.left and self._step < min(trials.until, trials.next):
+        is_off = not trials.on and not trials.left and self._step < min(trials.until, trials.next)
+        # What did not pay for other requests may pay for one whose answer begins.
+        if is_off and all(self._load.accounts[i].tokens > 1 for i in which):
             return COST
         self._costs.count_unread(which, unread)
         before, asked, outdone = self._so_far, list[int](), 0
@@ -223,7 +225,7 @@ class Budget:
             if hoped > offered and self._weights[i] * hoped > before.rate * self._costs.reading(source, [i])[1]:
                 asked.append(i)
         if outdone == len(which):
-            return COST  # in this step alone: the next one may be offered less before
+            return COST  # in this step alone
         best, spent = self._best_cut(source, asked, before)
         is_new = source.steps < FIRST_STEPS and self._may_try
         if not is_new and best.rate < before.rate * READING_GAIN and any(i in self._costs.unread for i in asked):
@@ -233,6 +235,8 @@ class Budget:
         if is_new:
             asked = asked[:TRIAL_REQUESTS]
         on = bool(asked) and (is_new or pays)
+        if not on and before.nodes:
+            return COST  # in this step alone: the next one may be offered less before
         if on is not trials.on:
             self._switch(trials, on)
         if not on:
