@@ -106,7 +106,7 @@ class StepCosts:
         """
         if not self.unread:
             return 0.0, 0.0
-        token = self.times.draft_seconds(source.reading, _ANY, 1, PRIOR_READING * self._seconds[0])
+        token = self._read_seconds(source)
         seconds = [token * self.unread.get(i, 0) for i in which]
         steps = [max(1, min(self._load.left[i], HORIZON) / TOKENS_A_STEP) for i in which]
         return sum(seconds), sum(s / n for s, n in zip(seconds, steps, strict=True))
@@ -125,8 +125,6 @@ class StepCosts:
         drafters of the step, and the tokens that each of them had to read.
         """
         if not self._known:
-            if self.times.is_known:  # since the pass of this step
-                StepCosts(self.times, self._load).learn_drafting(asked, seconds)
             return
         if not asked:
             self.times.observe_draft(_HOST, self.key, self.requests, seconds, 0.0)
@@ -139,10 +137,15 @@ class StepCosts:
         if not read:
             self.times.observe_draft(source.name, self.key, self.requests, seconds, PRIOR_DRAFT * plain)
             return
-        reading, prior = seconds - self.drafting(source, self.requests), PRIOR_READING * plain
+        reading = seconds - self.drafting(source, self.requests)
         if reading < seconds / 2:
             # It took mostly the drafting: this says only that reading takes no longer.
             reading = seconds
-            if reading >= read * self.times.draft_seconds(source.reading, _ANY, 1, prior):
+            if reading >= read * self._read_seconds(source):
                 return
-        self.times.observe_draft(source.reading, _ANY, 1, reading / read, prior)
+        self.times.observe_draft(source.reading, _ANY, 1, max(0.0, reading) / read, self._read_seconds(source))
+
+    def _read_seconds(self, source: DraftSource) -> float:
+        """Seconds in which a drafter reads a token."""
+        plain = self.times.seconds(load_key(1, self._load.context), 1)[0]
+        return self.times.draft_seconds(source.reading, _ANY, 1, PRIOR_READING * plain)

@@ -10,9 +10,10 @@ PRIOR_SLOPE = 0.03
 """Time of a further token over that of a pass over one, before any is measured: about that of the CPU kernels."""
 PRIOR_DRAFT = 0.1
 """Time of drafting over that of a plain pass, before it is measured."""
-PRIOR_READING, LEAST_UNREAD = 0.01, 16
-"""Time of reading a token that a drafter has not read over that of a plain pass, before it is measured, and tokens of a
-request from which on reading is told from drafting.
+PRIOR_READING, LEAST_UNREAD = 0.005, 16
+"""Time of reading a token that a drafter has not read over that of a plain pass of one request, before it is measured:
+too low a guess costs one reading, too high a one all of them. And tokens of a request from which on reading is told
+from drafting.
 """
 TOKENS_A_STEP = 2.0
 """Tokens to come of a request for each step that has to pay for its reading: a step gives several, and drafting may
