@@ -212,7 +212,7 @@ def test_a_gguf_file_scores_all_tokens_as_the_directory(kind: str, native: bool,
     runner.forward([0], tree)
     runner.commit(0, range(tree.nodes))
     n = np.full(3, len(TEXTS[0]))
-    layout = layout_of(np.zeros(3), n - 1, n, n)
+    layout = layout_of(np.zeros(3, int), n - 1, n, n)
     layout = replace(layout, window_end=layout.position + 1)
     out = []
     for place in (file, whole):

@@ -31,9 +31,8 @@ class PhraseEncoders(nn.Module):
         self.query, self.bias, self.start = nn.Linear(hidden, 2 * HALF), nn.Linear(hidden, 1), nn.Linear(hidden, HALF)
         self.read, self.parts = nn.Linear(2 * hidden, WIDTH), nn.Linear(WIDTH, 2 * HALF)
         self.layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True, norm_first=True)
-        with (
-            torch.no_grad()
-        ):  # At first phrases are unlikely, those most likely before which states are like the query.
+        # At first phrases are unlikely, those most likely before which states are like the query.
+        with torch.no_grad():
             self.start.weight.copy_(self.query.weight[:HALF])
             self.start.bias.copy_(self.query.bias[:HALF])
             self.bias.bias.fill_(-8)
