@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 
 from foretell.cli.setup import load_model
 from foretell.lab.phrases.encoders import PhraseEncoders, Phrases, PhraseTable, generate, log_total
-from foretell.lab.phrases.index import LENGTHS, Corpus, Related, States, encode, hashes, read_pieces
+from foretell.lab.phrases.index import LENGTHS, Related, States, encode, hashes, read_pieces
 
 PROMPT = 32
 """Tokens that begin a text."""
@@ -126,19 +126,13 @@ def main(
     documents: Annotated[int, typer.Option(help="Pieces to copy from, the most like a prompt.")] = 30,
     prompts: Annotated[int, typer.Option(help="Most pieces held out.")] = 40,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 96,
-    states_file: Annotated[Path | None, typer.Option(help="Keeps the states of the texts between runs.")] = None,
 ) -> None:
     """Print the perplexity of pieces held out, and a table of what is written."""
     target = load_model(model)
     states, encoders = States(target), PhraseEncoders.open(folder, target.config.hidden)
     learned, held = read_pieces(text, target, tokens)
     held, related = held[:prompts], Related(learned, target.config.vocab)
-    if states_file is not None and states_file.exists():
-        corpus = Corpus(*torch.load(states_file))
-    else:
-        corpus = encode(learned, states)
-        if states_file is not None:
-            torch.save((corpus.tokens, corpus.before, corpus.middle), states_file)
+    corpus = encode(learned, states)
     tables = [encoders.encode_phrases(corpus[related.nearest(piece[:PROMPT], documents)]) for piece in held]
     print(held_out(held, tables, encoders, states), flush=True)
     print("| | rep-2 | rep-3 | rep-4 | diversity | perplexity | copied | tokens per choice |")

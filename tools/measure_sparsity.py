@@ -196,14 +196,14 @@ def ratio_of(over: Float[np.ndarray, " n"], under: Float[np.ndarray, " n"], seed
     return f"{np.exp(gain.mean()):.2f} [{low:.2f}, {high:.2f}]"
 
 
-def weights_read(opened: OpenCheckpoint, unit: str, choice: Choice, rank: int) -> float:
+def weights_read(opened: OpenCheckpoint, unit: str, choice: Choice) -> float:
     """What a token reads of the numbers of the feed-forward networks, or of the queries and outputs of attention, the
     predictors included, over all of them.
     """
     c, (rule, *_) = opened.config, choice.rules
     numbers = 3 * c.hidden * c.ffn if unit == "neurons" else 2 * c.hidden * c.heads * c.head_dim
     predictor = rule.inputs.numel() + rule.outputs.numel() + rule.bias.numel()
-    return choice.read / choice.units + (predictor / numbers if rank else 0)
+    return choice.read / choice.units + predictor / numbers
 
 
 def predict(opened: OpenCheckpoint, args: argparse.Namespace) -> Iterator[str]:
@@ -213,7 +213,12 @@ def predict(opened: OpenCheckpoint, args: argparse.Namespace) -> Iterator[str]:
     shares = {"neurons": args.shares, "heads": args.head_shares}
     choices, dense = fit_choices(opened, texts, shares, settings), dense_decoder(opened)
     plain = losses(dense, texts.held)
-    active = np.mean([float((b.inputs["down"] != 0).float().mean()) for b in activations(opened, texts.held)])
+    active = np.mean(
+        [
+            float((b.inputs["down"] != 0).float().mean())
+            for b in block_activations(opened.config, opened.weights, texts.held)
+        ]
+    )
     yield (
         f"{texts.held.numel():,} tokens held out, fitted to {texts.fit.numel():,}; {active:.1%} of the neurons are not "
         f"zero; perplexity of the dense model {np.exp(plain.mean()):.2f}"
@@ -231,13 +236,8 @@ def predict(opened: OpenCheckpoint, args: argparse.Namespace) -> Iterator[str]:
             perplexities = " | ".join(f"{np.exp(loss.mean()):.2f}" for loss in (oracle, own, fixed))
             yield (
                 f"| {both[0].read / both[0].units:.1%} of the {unit} ({share:.1%}) | {recalls} | {perplexities} "
-                f"| {ratio_of(fixed, own, args.seed)} | {weights_read(opened, unit, both[0], args.rank):.1%} |"
+                f"| {ratio_of(fixed, own, args.seed)} | {weights_read(opened, unit, both[0]):.1%} |"
             )
-
-
-def activations(opened: OpenCheckpoint, pieces: Int[Tensor, "n s"]) -> Iterator[BlockActivations]:
-    """Of all layers."""
-    return block_activations(opened.config, opened.weights, pieces)
 
 
 def main() -> None:

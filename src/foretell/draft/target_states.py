@@ -27,8 +27,13 @@ def concatenate_states(parts: Sequence[TargetStates]) -> TargetStates:
     shared = parts[0].hidden_states
     if all(p.hidden_states is shared for p in parts):
         return TargetStates(shared, np.concatenate([p.place for p in parts]))
-    states = tuple(_gather(parts, i) for i in range(len(shared)))
-    return TargetStates(states, np.arange(sum(len(p.place) for p in parts)))
+    return copy_states(parts)
+
+
+def copy_states(parts: Sequence[TargetStates]) -> TargetStates:
+    """A copy of the states of all parts, in order, without the passes that they are rows of."""
+    states = tuple(_gather(parts, i) for i in range(len(parts[0].hidden_states)))
+    return TargetStates(states, np.arange(len(states[0])))
 
 
 def _gather(parts: Sequence[TargetStates], layer: int) -> torch.Tensor:
@@ -89,8 +94,7 @@ class PrefixState:
 
     def detach(self) -> None:
         """Copy the pending states, so that the passes that they are rows of can be forgotten."""
-        states = tuple(_gather(self.pending, i) for i in range(len(self.pending[0].hidden_states)))
-        self.pending = [TargetStates(states, np.arange(self.pending_count))]
+        self.pending = [copy_states(self.pending)]
 
     def _first(self, count: int) -> list[TargetStates]:
         """The first `count` pending positions."""

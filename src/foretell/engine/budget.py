@@ -218,14 +218,11 @@ class Budget:
         if is_off and all(self._load.accounts[i].tokens > 1 for i in which):
             return COST
         self._costs.count_unread(which, unread)
-        before, asked, outdone = self._so_far, list[int](), 0
+        before, asked = self._so_far, list[int]()
         for i in which:
             hoped, offered = self._hoped(source, i), before.expected.get(i, 0.0)
-            outdone += offered >= hoped > 0
             if hoped > offered and self._weights[i] * hoped > before.rate * self._costs.reading(source, [i])[1]:
                 asked.append(i)
-        if outdone == len(which):
-            return COST  # in this step alone
         best, spent = self._best_cut(source, asked, before)
         is_new = source.steps < FIRST_STEPS and self._may_try
         if not is_new and best.rate < before.rate * READING_GAIN and any(i in self._costs.unread for i in asked):
@@ -254,7 +251,7 @@ class Budget:
     def _so_far(self) -> "_Offered":
         """The drafts that pay of those that were offered before."""
         if not self._values:
-            return _Offered(0, 0.0, self._worth / self._costs.weighted(0, self._spent), {}, {})
+            return _Offered(0, 0.0, self._worth / self._costs.counted(0, self._spent), {}, {})
         values, weights = sorted(self._values, reverse=True), self._weights
         nodes, gained = self._best_of(values)
         least = values[nodes - 1] if nodes else inf
@@ -262,7 +259,7 @@ class Budget:
         return _Offered(
             nodes,
             gained,
-            (self._worth + gained) / self._costs.weighted(nodes, self._spent),
+            (self._worth + gained) / self._costs.counted(nodes, self._spent),
             {i: len(chances) for i, chances in paying.items()},
             {i: sum(chances) for i, chances in paying.items()},
         )
@@ -296,7 +293,7 @@ class Budget:
         best = _Cut(inf, nodes, 0.0)
         for chance, count, more in drafts:
             tokens, nodes = tokens + more, nodes + count
-            rate = tokens / costs.weighted(nodes, spent)
+            rate = tokens / costs.counted(nodes, spent)
             if rate > best.rate:
                 best = _Cut(chance, nodes, rate)
         return best, spent
@@ -350,10 +347,10 @@ class Budget:
     def _best_of(self, values: Sequence[float]) -> tuple[int, float]:
         """How many of the drafts with these falling values to verify, and their summed value."""
         worth, best = self._worth, (0, 0.0)
-        rate, gained = worth / self._costs.weighted(0, self._spent), 0.0
+        rate, gained = worth / self._costs.counted(0, self._spent), 0.0
         for count, value in enumerate(values, 1):
             gained += value
-            now = (worth + gained) / self._costs.weighted(count, self._spent)
+            now = (worth + gained) / self._costs.counted(count, self._spent)
             if now > rate:
                 rate, best = now, (count, gained)
         return best

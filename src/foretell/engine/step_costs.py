@@ -72,7 +72,7 @@ class StepCosts:
         later.first, later._token = 0, 0.0
         return later
 
-    def weighted(self, drafts: float, spent: float) -> float:
+    def counted(self, drafts: float, spent: float) -> float:
         """Seconds of the step with so many drafts and so long a drafting, as they count for the choice."""
         # What prompts take is no reason to draft more: tokens that come later come at the usual rate.
         return self.host + self._seconds[0] + self.at(drafts) - self.at(0) + spent

@@ -27,7 +27,7 @@ from foretell.utils.validation import Fields, read_json
 
 _CONFIG = "config.json"
 _KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
-_GGUF_KIND, _TARGETS_KIND = "gemma4-assistant", "gemma4"
+GGUF_KIND, _TARGETS_KIND = "gemma4-assistant", "gemma4"
 """Architectures of llama.cpp: the assistant's, and that whose blocks it has."""
 _PROJECTIONS = {f"nextn.{name}.weight": f"{name}.weight" for name in ("pre_projection", "post_projection")}
 _GROUPS = ("masked_embd_centroids.weight", "masked_embd_ordering")
@@ -39,7 +39,7 @@ Function = Callable[[Tensor], Tensor]
 def is_assistant(folder: Path) -> bool:
     """Whether a directory or a GGUF file holds an assistant."""
     if folder.is_file():
-        return bool(GGUFHeader(folder).metadata.get("general.architecture") == _GGUF_KIND)
+        return bool(GGUFHeader(folder).metadata.get("general.architecture") == GGUF_KIND)
     return (folder / _CONFIG).is_file() and read_json(folder / _CONFIG).get("model_type") in _KINDS
 
 
@@ -90,7 +90,7 @@ class _AssistantFile(GGUF):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        own = {key.replace(_GGUF_KIND, _TARGETS_KIND, 1): value for key, value in self.metadata.items()}
+        own = {key.replace(GGUF_KIND, _TARGETS_KIND, 1): value for key, value in self.metadata.items()}
         none = dict.fromkeys(("gemma4.nextn_predict_layers", "gemma4.attention.shared_kv_layers"), 0)
         self.metadata = own | none | {"general.architecture": _TARGETS_KIND}
         self.tensors = {_PROJECTIONS.get(name, name): info for name, info in self.tensors.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from foretell.model.config.model import RopeConfig
-from foretell.model.load.assistant import is_assistant
+from foretell.model.load.assistant import GGUF_KIND
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_header import GGUFHeader, holds_prediction_alone
 from foretell.speculator.formats import dflash, eagle_export
@@ -95,7 +95,7 @@ def is_drafter(path: Path) -> bool:
         return False
     file = GGUFHeader(path)
     kind = file.metadata.get("general.architecture")
-    return kind in (_EAGLE3, _DFLASH) or is_assistant(path) or holds_prediction_alone(file)
+    return kind in (_EAGLE3, _DFLASH, GGUF_KIND) or holds_prediction_alone(file)
 
 
 def open_gguf(path: Path) -> PublishedCheckpoint:

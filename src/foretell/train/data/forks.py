@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from foretell.plan.control_tokens import ControlTokens
 from foretell.tokenizer.codec import TextCodec
@@ -98,18 +99,15 @@ def forked_documents(
     prompt, answer = document.tokens[: document.start].tolist(), document.tokens[document.start :].tolist()
     ended = bool(answer) and answer[-1] in eos
     text = codec.decode(answer[: len(answer) - ended], skip_special_tokens=False)
+    record = partial(DocumentRecord, greedy=document.greedy)
     forked = fork_text(text if ended else text.rstrip()[: text.rstrip().rfind("\n") + 1].rstrip())
     if forked is None:
-        return [
-            DocumentRecord(number=number, tokens=document.tokens.tolist(), start=document.start, greedy=document.greedy)
-        ]
+        return [record(number=number, tokens=document.tokens.tolist(), start=document.start)]
     main, end, details = prompt, [answer[-1] if ended else (codec.eos_ids or eos)[0]], list[DocumentRecord]()
     for fork in forked.forks:
         main = [*main, *codec.encode(fork.text, add_special_tokens=False), tokens.fork]
         detail = codec.encode(fork.detail, add_special_tokens=False)
-        record = [*main, tokens.child, *detail, *end]
-        details.append(
-            DocumentRecord(number=number + len(details) + 1, tokens=record, start=len(main) + 1, greedy=document.greedy)
-        )
+        whole = [*main, tokens.child, *detail, *end]
+        details.append(record(number=number + len(details) + 1, tokens=whole, start=len(main) + 1))
     whole = [*main, *codec.encode(forked.rest, add_special_tokens=False), *end]
-    return [DocumentRecord(number=number, tokens=whole, start=document.start, greedy=document.greedy), *details]
+    return [record(number=number, tokens=whole, start=document.start), *details]
