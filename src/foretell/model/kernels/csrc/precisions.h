@@ -10,10 +10,10 @@ namespace {
 
 struct Float32 {
   static constexpr int kDepth = 1;  // numbers in a word
-  using Weight = Word;              // what a step multiplies with a word
   static constexpr int kWeightWords = 1;
-  static Weight weight(const uint32_t* words) { return load<Word>(words); }
   static Float step(Float acc, Word w, Word x) { return fma((Float)w, (Float)x, acc); }
+  // The numbers of words as float32, in the order in which a step adds their products.
+  static void widen(const uint32_t* words, Float* numbers) { numbers[0] = load<Float>(words); }
   // Number i of every word as number 0, the others 0; number 0 of every word as number i; number i of every word.
   static Word take(Word w, int) { return w; }
   static Word place(Word w, int) { return w; }
@@ -37,10 +37,12 @@ struct Float32 {
 
 struct Bfloat16 {
   static constexpr int kDepth = 2;
-  using Weight = Word;
   static constexpr int kWeightWords = 1;
-  static Weight weight(const uint32_t* words) { return load<Word>(words); }
   static Float step(Float acc, Word w, Word x) { return dot_bfloat16(acc, w, x); }
+  static void widen(const uint32_t* words, Float* numbers) {
+    const Word both = load<Word>(words);
+    numbers[0] = number(both, 1), numbers[1] = number(both, 0);
+  }
   static Word take(Word w, int i) { return i ? w >> 16 : w & splat(0xFFFFu); }
   static Word place(Word w, int i) { return i ? w << 16 : w; }
   static Float number(Word w, int i) { return (Float)(i ? w & splat(0xFFFF0000u) : w << 16); }
@@ -107,13 +109,9 @@ struct Bfloat16 {
 // Bfloat16 weights as float32 numbers, of a pair the upper one first: where the processor does not multiply bfloat16
 // numbers, and weights are widened anyhow, they are not packed before.
 struct WidenedBfloat16 : Bfloat16 {
-  struct Weight {
-    Float upper, lower;
-  };
   static constexpr int kWeightWords = 2;
-  static Weight weight(const uint32_t* words) { return {load<Float>(words), load<Float>(words + kPanel)}; }
-  static Float step(Float acc, const Weight& w, Word x) {
-    return fma(w.lower, (Float)(x << 16), fma(w.upper, (Float)(x & splat(0xFFFF0000u)), acc));
+  static void widen(const uint32_t* words, Float* numbers) {
+    numbers[0] = load<Float>(words), numbers[1] = load<Float>(words + kPanel);
   }
   static void store_columns(uint32_t* words, const Float* numbers) {
     store(words, rounded(numbers[1])), store(words + kPanel, rounded(numbers[0]));
@@ -162,28 +160,36 @@ struct FloatProduct {
 
  private:
   // The 32 outputs in two halves, for few tokens side by side. A panel is read a few steps at a time, which stay in the
-  // first-level cache for the second half.
+  // first-level cache for the second half; the activations of these steps are widened once for all outputs.
   template <int T, Prefetch kPrefetch>
   static void in_halves(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
     constexpr int kSteps = 64, kHalves = T < kHalfTokens ? 2 : 1;
     const int steps = (int)row_words(in);
-    for (int first = 0; first < steps; first += kSteps)
+    alignas(64) uint32_t numbers[T][P::kDepth][kSteps];
+    for (int first = 0; first < steps; first += kSteps) {
+      const int some = std::min(kSteps, steps - first);
+      for (int t = 0; t < T; ++t)
+        for (int k = 0; k < some; k += kLanes) {
+          const Word words = load_part<Word>(x + t * stride + first + k, some - k);
+          for (int d = 0; d < P::kDepth; ++d) store(&numbers[t][d][k], P::number(words, P::kDepth - 1 - d));
+        }
       for (int half = 0; half < 2; half += kHalves) {
-        const uint32_t* row[T];
         Float sums[kHalves][T];
 #pragma GCC unroll 8
-        for (int t = 0; t < T; ++t) {
-          row[t] = x + t * stride;
+        for (int t = 0; t < T; ++t)
 #pragma GCC unroll 2
           for (int h = 0; h < kHalves; ++h) sums[h][t] = out[2 * t + half + h];
-        }
-        for (int k = first; k < std::min(first + kSteps, steps); ++k) {
-          if (!half) prefetch_panel<kPrefetch>(panel, next, k);
+        for (int k = 0; k < some; ++k) {
+          if (!half) prefetch_panel<kPrefetch>(panel, next, first + k);
 #pragma GCC unroll 2
           for (int h = 0; h < kHalves; ++h) {
-            const typename P::Weight w = P::weight(panel + kPanel * P::kWeightWords * k + kLanes * (half + h));
+            Float w[P::kDepth];
+            P::widen(panel + kPanel * P::kWeightWords * (first + k) + kLanes * (half + h), w);
 #pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) sums[h][t] = P::step(sums[h][t], w, splat(row[t][k]));
+            for (int t = 0; t < T; ++t)
+#pragma GCC unroll 2
+              for (int d = 0; d < P::kDepth; ++d)
+                sums[h][t] = fma(w[d], (Float)splat(numbers[t][d][k]), sums[h][t]);
           }
         }
 #pragma GCC unroll 8
@@ -191,6 +197,7 @@ struct FloatProduct {
 #pragma GCC unroll 2
           for (int h = 0; h < kHalves; ++h) out[2 * t + half + h] = sums[h][t];
       }
+    }
   }
 
   // Unrolled by token, so that every index is a constant and the sums stay in registers.

@@ -85,8 +85,11 @@ inline void multiply_runs(const Weight& w, const Runs& runs, const uint32_t* pan
   }
 }
 
-// y = x W^T for this thread's panels. A panel stays in the cache while all tokens are multiplied with it in blocks. Two
-// blocks prefetch half of the next panel's lines each (after the last panel: those of the next layer's first panel).
+// y = x W^T for this thread's panels. A panel stays in the cache while all tokens are multiplied with it in blocks.
+//
+// With tiles of whole panels, two blocks prefetch half of the next panel's lines each (after the last panel: those of
+// the next layer's first panel). With halves (AVX2) the first block prefetches all lines of a page ahead: half of them
+// leave half of the bandwidth unused on Zen 3, whose cores fetch no neighbouring lines by themselves.
 template <class P>
 void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& output, const Weight* following,
                     const Team& team) {
@@ -95,14 +98,10 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
   // Quantised panels are fetched sooner by two small blocks than by one large block.
   const bool halves = P::kSplitsTokens && tokens > 3 && tokens <= P::kMaxTokens;
   const Blocks blocks(tokens, halves ? (tokens + 1) / 2 : P::kMaxTokens);
-  auto pick = pick_tile<P, Prefetch::kHalf>;
-  int pages = 1;  // ahead
-  if constexpr (P::kPrefetchesAhead) {
+  auto pick = pick_tile<P, kWholePanels ? Prefetch::kHalf : Prefetch::kAhead>;
+  if constexpr (kWholePanels && P::kPrefetchesAhead)
     if (tokens > P::kFewTokens)
       pick = blocks.count == 2 ? pick_tile<P, Prefetch::kNext> : pick_tile<P, Prefetch::kAhead>;
-  } else if constexpr (P::kFewTokens < P::kMaxTokens) {
-    if (tokens > P::kFewTokens && blocks.count == 1) pick = pick_tile<P, Prefetch::kAhead>, pages = 2;
-  }
   Float out[2 * P::kMaxTokens];
   const Runs* runs = output.runs && reads_runs(w, output.runs->unit) ? output.runs : nullptr;
   for (int p = from; p < to; ++p) {
@@ -113,14 +112,15 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
       const int count = blocks.size(b, t);
       for (int i = 0; i < 2 * count; ++i) out[i] = Float{};
       const char* soon = (const char*)next + 64 * b;
-      if constexpr (!P::kPrefetchesAhead) {  // lines of a page ahead, or half of those of the next panel
-        if (blocks.count == 1) soon = (const char*)panel + pages * kPageBytes;
+      if constexpr (!P::kPrefetchesAhead) {
+        if (blocks.count == 1 || !kWholePanels) soon = (const char*)panel + kPageBytes;
         if (b > 1) soon = (const char*)panel;
       }
+      const Tile tile = kWholePanels || !b ? pick(count) : pick_tile<P, Prefetch::kNone>(count);
       if (runs)
-        multiply_runs(w, *runs, panel, {x.words + t * x.stride, x.stride}, pick(count), out);
+        multiply_runs(w, *runs, panel, {x.words + t * x.stride, x.stride}, tile, out);
       else
-        pick(count)(panel, x.words + t * x.stride, x.stride, w.inputs, soon, out);
+        tile(panel, x.words + t * x.stride, x.stride, w.inputs, soon, out);
       for (int i = 0; i < count; ++i) apply_epilogue(output, w, out + 2 * i, p, t + i);
       t += count;
     }
