@@ -116,10 +116,11 @@ class Panels:
 def plan_rows(parts: Sequence[Matrix], precision: Precision) -> list[Panels]:
     """How to pack matrices of the same inputs, one below the other; neighbours of one kind become one weight.
 
-    Quantised matrices keep their blocks, unless the precision is int8 or a part would end within a panel.
+    Quantised matrices keep their blocks, unless floats are asked for, the precision is int8 or a part would end within
+    a panel.
     """
     stored = [_stored(part) for part in parts]
-    if precision == "int8" or not all(m.quantized for m in stored) or any(m.outputs % PANEL for m in stored[:-1]):
+    if precision == "int8" or not all(map(_keeps_blocks, stored)) or any(m.outputs % PANEL for m in stored[:-1]):
         return [_float_panels(parts, np.arange(sum(m.outputs for m in stored)), precision)]
     panels = []
     for kind, same in groupby(stored, key=lambda m: m.kind):
@@ -133,7 +134,7 @@ def plan_gate_up(gate: Matrix, up: Matrix, precision: Precision) -> Panels:
     """How to pack gate and up in turns of 16 rows: a panel holds both factors of 16 outputs."""
     pair = _stored(gate), _stored(up)
     order = interleaved_rows(pair[0].outputs)
-    if precision != "int8" and pair[0].quantized and pair[0].kind == pair[1].kind:
+    if precision != "int8" and all(map(_keeps_blocks, pair)) and pair[0].kind == pair[1].kind:
         return Panels(pair, order, len(order), pair[0].kind, precision)
     return _float_panels((gate, up), order, precision)
 
@@ -180,6 +181,10 @@ def _is_two_of_four(part: StoredMatrix) -> bool:
         for first, last in pairwise(edges)
         if first < last
     )
+
+
+def _keeps_blocks(part: StoredMatrix) -> bool:
+    return part.quantized and not part.as_floats
 
 
 def _stored(part: Matrix) -> StoredMatrix:

@@ -1,7 +1,8 @@
-"""Rounds the matrices of a checkpoint of floats to four bits before they are packed."""
+"""Changes the matrices of a checkpoint before they are packed: floats to four bits, and blocks to floats."""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -72,3 +73,20 @@ class RoundedWeights(DelegatedWeights):
             self._kept.add(name)
             log.warning("%s stays in bfloat16: %d inputs are no multiple of 32", name, matrix.inputs)
         return matrix
+
+
+class WidenedWeights(DelegatedWeights):
+    """A checkpoint whose quantised matrices are packed as floats; the embedding stays as it is."""
+
+    def __init__(self, inner: Weights) -> None:
+        super().__init__(inner)
+        self.variant = f"{inner.variant} widened".strip()
+
+    def round_matrix(self, name: str, matrix: Matrix) -> Matrix:
+        """A matrix of a block, to be packed as floats."""
+        changed = self._inner.round_matrix(name, matrix)
+        return replace(changed, as_floats=True) if isinstance(changed, StoredMatrix) else changed
+
+    def output_matrix(self, config: ModelConfig) -> StoredMatrix:
+        """The head, to be packed as floats."""
+        return replace(self._inner.output_matrix(config), as_floats=True)

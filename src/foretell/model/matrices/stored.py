@@ -42,6 +42,8 @@ class StoredMatrix:
     """The rows, a whole number of blocks each."""
     mapped: Sequence[MappedFile] = field(default=(), compare=False)
     """The mapped files, of which one holds the rows."""
+    as_floats: bool = False
+    """Whether the kernels get the numbers as floats, of a quantised matrix too."""
 
     def __post_init__(self) -> None:
         per_block, size = BLOCKS[self.kind]
