@@ -19,7 +19,9 @@ from command import expect_error, run_foretell
 from foretell.bench.random_file import random_model_file
 from foretell.model import kernels as native
 from foretell.model.kernels import packed_file
+from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import PRECISIONS, Precision
+from foretell.model.load import native as native_loader
 from foretell.model.load import packed_cache
 from foretell.model.load.build import build_decoder
 from foretell.model.load.native import finish_writing, weight_dtype
@@ -308,3 +310,20 @@ def test_the_command_lists_and_clears(weights: FileWeights, tmp_path: Path, monk
     assert "removed 1 files" in run_foretell("cache", "clear", listed["entries"][0]["name"]).stdout
     assert json.loads(run_foretell("cache", "clear", "model", "--json").stdout)["removed"]
     assert cache_entries() == []
+
+
+def test_blocks_that_are_packed_as_floats_give_the_same_bits(
+    weights: FileWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_loader, "_widens_slowly", lambda: True)
+    rounded, networks = RoundedWeights(weights), []
+    for memory in (0, 1 << 40, 1 << 40):  # the last from the cache
+        monkeypatch.setattr(native_loader, "available_memory", lambda memory=memory: memory)
+        networks.append(load(rounded))
+    blocks, floats, restored = networks
+    assert isinstance(blocks, NativeDecoder)
+    for network in (floats, restored):
+        assert isinstance(network, NativeDecoder) and network.head.nbytes > blocks.head.nbytes
+        assert network.stack.blocks[0].nbytes > blocks.stack.blocks[0].nbytes
+    assert torch.equal(scores(blocks), scores(floats)) and torch.equal(scores(floats), scores(restored))
+    assert not torch.equal(scores(blocks), scores(load(weights)))

@@ -101,6 +101,11 @@ def _fastest_to_read(config: ModelConfig, weights: Weights, precision: Precision
     return wide if fits else weights
 
 
+def _widens_slowly() -> bool:
+    """Whether widening blocks to bfloat16 takes longer than reading that from memory: twice as long on AVX2."""
+    return bool(build.library().foretell_instructions().startswith(b"avx2"))
+
+
 class StreamedNetwork(NamedTuple):
     """A decoder without blocks, and where these are."""
 
