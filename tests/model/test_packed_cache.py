@@ -28,6 +28,7 @@ from foretell.model.load.native import finish_writing, weight_dtype
 from foretell.model.load.network import build_network, build_streamed_network
 from foretell.model.load.packed_cache import PackedWeightsFile, cache_entries, cache_folder, cache_limit
 from foretell.model.load.rounding import RoundedWeights
+from foretell.model.matrices.stored import StoredMatrix
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
 from foretell.testing import TINY, RandomWeights
@@ -66,6 +67,14 @@ def model_file(folder: Path, name: str = "model.gguf") -> Path:
     file = folder / name
     file.write_bytes(b"a model")
     return file
+
+
+class BlocksWithHead(RoundedWeights):
+    """Weights in blocks, with a head of their own."""
+
+    def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix:
+        """A random matrix."""
+        return self.matrix("lm_head.weight", vocab, hidden)
 
 
 def load(weights: RandomWeights, precision: Precision = "bfloat16", limit: int | None = None) -> Network:
@@ -316,7 +325,7 @@ def test_blocks_that_are_packed_as_floats_give_the_same_bits(
     weights: FileWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native_loader, "_widens_slowly", lambda: True)
-    config, rounded, networks = replace(CONFIG, tied=False), RoundedWeights(weights), []
+    config, rounded, networks = replace(CONFIG, tied=False), BlocksWithHead(weights), []
     for memory in (0, 1 << 40, 1 << 40):  # the last from the cache
         monkeypatch.setattr(native_loader, "available_memory", lambda memory=memory: memory)
         networks.append(build_network(config, rounded, "bfloat16", CPU))
