@@ -11,11 +11,11 @@ from foretell.speculator.formats.base import (
     ExportFormat,
     Verifier,
     dtype_name,
-    refuse_parts,
     rope_config,
     write_checkpoint,
 )
 from foretell.speculator.formats.eagle import FLAGS, tensor_sources
+from foretell.speculator.formats.layers import refuse_parts_of_layers
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import CachedLayersConfig
 from foretell.speculator.network.dflash import DFlash
@@ -134,9 +134,8 @@ def check_exported(network: EagleNetwork, format_name: str) -> None:
         ("the target's state after its final norm", eagle3 and most in c.recorded_layers, hidden_layers),
         ("a reduced vocabulary", not eagle3 and c.draft_vocab is not None, " (--draft-vocab 0)"),
         ("an output matrix of its own", not eagle3 and c.own_head, ""),
-        ("attention sinks", bool(c.sink_layers), ""),
     )
-    refuse_parts(network, format_name, unsupported)
+    refuse_parts_of_layers(network, format_name, unsupported)
 
 
 def library_frame(verifier: Verifier, kind: str, architecture: str, proposed: int) -> dict[str, Any]:
