@@ -36,14 +36,11 @@ def weights(network: EagleNetwork, always_embedding: bool = False) -> dict[str, 
         out |= dict(zip(part.names, state[ours].split(part.rows), strict=True))
     every = torch.arange(network.target_info.vocab, device=out["fc.weight"].device)
     embedding = network.embed(every)
-    if always_embedding or network.embedding is not None or not _is_a_copy(network, embedding):
+    # Where there is none, other engines use the target's, unscaled.
+    is_target_s = torch.equal(embedding, network.get_buffer("_embedding").to(embedding.dtype))
+    if always_embedding or network.embedding is not None or not is_target_s:
         out["embed_tokens.weight"] = embedding
     return out
-
-
-def _is_a_copy(network: EagleNetwork, embedding: torch.Tensor) -> bool:
-    """Whether the embedding is the target's, unscaled, which other engines use if there is none."""
-    return torch.equal(embedding, network.get_buffer("_embedding").to(embedding.dtype))
 
 
 def vocabulary(network: Speculator, always_maps: bool) -> dict[str, torch.Tensor]:
