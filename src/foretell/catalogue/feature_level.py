@@ -37,12 +37,12 @@ from foretell.speculator.network.redrafter import ReDrafter
 OnePassDrafter = DFlashDrafter | PEagleDrafter | OnePassPredictor
 """Drafters that predict all tokens of a draft in one pass."""
 _EAGLE1_TREE = (
-    *((0,), (1,), (2,), (3,)),
-    *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
-    *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)),
-    *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2)),
-    *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
-)
+    (0,), (1,), (2,), (3,),
+    (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
+    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2),
+    (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
+)  # fmt: skip
 """Rank paths of EAGLE-1's tree of 25 nodes (arXiv 2401.15077, figure 7)."""
 _DEFAULT_ACCEPTANCE = (0.6, 0.15, 0.07, 0.04)
 """Acceptance rates by rank where none are given."""
