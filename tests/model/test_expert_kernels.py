@@ -41,7 +41,7 @@ def latent(config: ModelConfig, heads: int, q_rank: int) -> ModelConfig:
     )  # fmt: skip
 
 
-GPT_OSS = {"sinks": True, "qkv_bias": True, "output_bias": True, "activation": "clamped_swiglu", "window": 5,
+GPT_OSS = {"sink_layers": (0, 1), "qkv_bias": True, "output_bias": True, "activation": "clamped_swiglu", "window": 5,
            "window_layers": (0,)}  # fmt: skip
 CONFIGS = {
     "mixtral": mixture("mixtral"),
@@ -159,7 +159,7 @@ def test_sinks_of_minus_infinity_are_an_ordinary_softmax() -> None:
     for block in decoder.blocks:
         assert isinstance(block, DecoderBlock) and block.sinks is not None
         block.sinks.fill_(float("-inf"))
-    plain = tiny_decoder(replace(CONFIGS["gpt_oss"], sinks=False), dtype=torch.float32)
+    plain = tiny_decoder(replace(CONFIGS["gpt_oss"], sink_layers=()), dtype=torch.float32)
     text = random_tokens(9, VOCAB)
     for make in (lambda d: d, lambda d: NativeDecoder(d, "float32")):
         found, wanted = (DecoderRunner(make(d)).forward([0], chain_tree(text)).logits for d in (decoder, plain))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
 
 from foretell.bench.schema import BenchResults, CompetitorResult, QuestionMetrics
 
@@ -94,15 +93,12 @@ def _compare_metric(
     if not sums.all():
         return None
     drawn = values[random.integers(0, len(values), (RESAMPLES, len(values)))].sum(1)
-    ratios = _ratio(drawn[(drawn > 0).all(1)])
+    of_a, by_a, of_b, by_b = drawn[(drawn > 0).all(1)].T
+    ratios = (of_b / by_b) / (of_a / by_a)
     low, high = np.percentile(ratios, [50 * (1 - confidence), 50 * (1 + confidence)])
     return Comparison(
         competitor, category, metric, sums[0] / sums[1], sums[2] / sums[3], float(low), float(high), len(pairs)
     )
-
-
-def _ratio(sums: Float[np.ndarray, "r 4"]) -> Float[np.ndarray, " r"]:
-    return (sums[:, 2] / sums[:, 3]) / (sums[:, 0] / sums[:, 1])
 
 
 def settings_differences(a: BenchResults, b: BenchResults) -> list[str]:

@@ -12,7 +12,7 @@ from foretell.catalogue.options.feature_level import (
     FeatureTreeOptions,
     MLPSpeculatorOptions,
 )
-from foretell.catalogue.speculators import trained_speculator
+from foretell.catalogue.speculators import packed_speculator
 from foretell.draft import (
     AssistantDrafter,
     DFlashDrafter,
@@ -31,18 +31,18 @@ from foretell.shape import BeamSearch, Chain, DynamicTree, FixedTree, Shape, opt
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
-from foretell.speculator.network.pack import describe_packed, pack_network
+from foretell.speculator.network.pack import describe_packed
 from foretell.speculator.network.redrafter import ReDrafter
 
 OnePassDrafter = DFlashDrafter | PEagleDrafter | OnePassPredictor
 """Drafters that predict all tokens of a draft in one pass."""
 _EAGLE1_TREE = (
-    *((0,), (1,), (2,), (3,)),
-    *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
-    *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)),
-    *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2)),
-    *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
-)
+    (0,), (1,), (2,), (3,),
+    (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
+    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2),
+    (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
+)  # fmt: skip
 """Rank paths of EAGLE-1's tree of 25 nodes (arXiv 2401.15077, figure 7)."""
 _DEFAULT_ACCEPTANCE = (0.6, 0.15, 0.07, 0.04)
 """Acceptance rates by rank where none are given."""
@@ -66,17 +66,17 @@ def eagle(context: BuildContext, options: EagleOptions) -> AnyMethod:
         nodes = options.num_draft_tokens or len(_EAGLE1_TREE)
         shape = _fixed(nodes, options.acceptance, options.speculative_tree, options.num_steps, draw)
     accept = rejection(options, options.draft_sample_method)
-    return _method(EagleDrafter(_eagle_network(context, "eagle")), shape, accept)
+    return _method(EagleDrafter(packed_speculator(context, EagleNetwork, "eagle")), shape, accept)
 
 
 def eagle2(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
     """EAGLE-2: EAGLE-1's network with a dynamic tree."""
-    return eagle_method(_eagle_network(context, "eagle"), options)
+    return eagle_method(packed_speculator(context, EagleNetwork, "eagle"), options)
 
 
 def eagle3(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
     """EAGLE-3: its own network with a dynamic tree."""
-    return eagle_method(_eagle_network(context, "eagle3"), options)
+    return eagle_method(packed_speculator(context, EagleNetwork, "eagle3"), options)
 
 
 def mtp(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
@@ -120,9 +120,7 @@ def feature_method(drafter: EagleDrafter | AssistantDrafter, options: EagleTreeO
 
 def mlp_speculator(context: BuildContext, options: MLPSpeculatorOptions) -> AnyMethod:
     """The MLP speculator with the tree of the options."""
-    network = trained_speculator(context, "mlp_speculator")
-    assert isinstance(network, MLPSpeculator)
-    return mlp_speculator_method(pack_network(network), options)
+    return mlp_speculator_method(packed_speculator(context, MLPSpeculator), options)
 
 
 def mlp_speculator_method(network: MLPSpeculator, options: MLPSpeculatorOptions) -> AnyMethod:
@@ -136,9 +134,7 @@ def mlp_speculator_method(network: MLPSpeculator, options: MLPSpeculatorOptions)
 
 def redrafter(context: BuildContext, options: BeamSearchOptions) -> AnyMethod:
     """ReDrafter with beam search."""
-    network = trained_speculator(context, "redrafter")
-    assert isinstance(network, ReDrafter)
-    return redrafter_method(pack_network(network), options)
+    return redrafter_method(packed_speculator(context, ReDrafter), options)
 
 
 def redrafter_method(network: ReDrafter, options: BeamSearchOptions) -> AnyMethod:
@@ -205,12 +201,6 @@ def _fixed(
         if tree is not None
         else optimal_tree(nodes, acceptance or _DEFAULT_ACCEPTANCE, depth, draw)
     )
-
-
-def _eagle_network(context: BuildContext, kind: str) -> EagleNetwork:
-    network = trained_speculator(context, kind)
-    assert isinstance(network, EagleNetwork)
-    return pack_network(network)
 
 
 _entry = partial(Entry, family="feature level", shape=DynamicTree, acceptor=Match, reads=("speculators",))

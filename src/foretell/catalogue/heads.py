@@ -6,12 +6,11 @@ from foretell.accept import Match
 from foretell.catalogue.build_context import BuildContext, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options.heads import BlockwiseOptions, MedusaOptions
-from foretell.catalogue.speculators import trained_speculator
+from foretell.catalogue.speculators import packed_speculator
 from foretell.draft import HeadsDrafter
 from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, FixedTree, optimal_tree
 from foretell.speculator.network.heads import HeadsNetwork
-from foretell.speculator.network.pack import pack_network
 
 _DEFAULT_ACCEPTANCE = ((0.5, 0.15, 0.08, 0.05, 0.03), (0.3, 0.12, 0.07, 0.05, 0.03), (0.2, 0.1, 0.06, 0.04, 0.03))
 """Acceptance rates by depth and rank of heads for which training measured none."""
@@ -19,23 +18,16 @@ _DEFAULT_ACCEPTANCE = ((0.5, 0.15, 0.08, 0.05, 0.03), (0.3, 0.12, 0.07, 0.05, 0.
 
 def medusa(context: BuildContext, options: MedusaOptions) -> AnyMethod:
     """Medusa: heads with a fixed tree."""
-    return heads_method(trained_heads(context, "medusa"), options)
+    return heads_method(packed_speculator(context, HeadsNetwork, "medusa"), options)
 
 
 def blockwise(context: BuildContext, options: BlockwiseOptions) -> AnyMethod:
     """A chain of every head's most probable token; a tree where the options ask for one."""
-    network = trained_heads(context, "blockwise")
+    network = packed_speculator(context, HeadsNetwork, "blockwise")
     if options.is_tree:
         return heads_method(network, MedusaOptions(**options.model_dump(exclude_none=True)))
     length = network.heads if options.num_speculative_tokens is None else options.num_speculative_tokens
     return Method(HeadsDrafter(network), Chain(length, draw=False), Match())
-
-
-def trained_heads(context: BuildContext, kind: str) -> HeadsNetwork:
-    """The trained heads of this kind, packed for the kernels."""
-    network = trained_speculator(context, kind)
-    assert isinstance(network, HeadsNetwork)
-    return pack_network(network)
 
 
 def heads_method(network: HeadsNetwork, options: MedusaOptions) -> AnyMethod:

@@ -15,7 +15,7 @@ from foretell.accept import (
 from foretell.catalogue.build_context import BuildContext, chain, require_network
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.exits import exit_answers
-from foretell.catalogue.heads import heads_tree, trained_heads
+from foretell.catalogue.heads import heads_tree
 from foretell.catalogue.options.lossy import (
     BiLDOptions,
     BlockwiseLossyOptions,
@@ -26,13 +26,14 @@ from foretell.catalogue.options.lossy import (
     SyntheticOptions,
     TypicalOptions,
 )
-from foretell.catalogue.speculators import names_only_draft_models, require_draft_predictor
+from foretell.catalogue.speculators import names_only_draft_models, packed_speculator, require_draft_predictor
 from foretell.draft import DraftModel, EarlyExitDrafter, HeadsDrafter, SkipDecodeDrafter
 from foretell.draft.skip_decode import LayerBudget
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.partial_pass import check_spans
 from foretell.shape import Chain, FixedTree, RootOnly
+from foretell.speculator.network.heads import HeadsNetwork
 
 
 def lenience(context: BuildContext, options: LenienceOptions) -> AnyMethod:
@@ -46,7 +47,11 @@ def blockwise_lossy(context: BuildContext, options: BlockwiseLossyOptions) -> An
     only_models = names_only_draft_models(context)
     if context.drafts and not only_models:
         raise ValueError("this method drafts with heads or with draft models, and both were named; leave out one")
-    draft = require_draft_predictor(context) if only_models else HeadsDrafter(trained_heads(context, "blockwise"))
+    draft = (
+        require_draft_predictor(context)
+        if only_models
+        else HeadsDrafter(packed_speculator(context, HeadsNetwork, "blockwise"))
+    )
     if options.accept_distance is not None:
         return Method(draft, shape, DistanceAcceptor(options.accept_distance, minimum_block=options.minimum_block))
     return Method(draft, shape, TopKAcceptor(options.accept_top_k, minimum_block=options.minimum_block))
@@ -88,7 +93,7 @@ def skip_decode(context: BuildContext, options: SkipDecodeOptions) -> AnyMethod:
 
 def medusa_typical(context: BuildContext, options: MedusaTypicalOptions) -> AnyMethod:
     """Medusa's tree with typical acceptance."""
-    network = trained_heads(context, "medusa")
+    network = packed_speculator(context, HeadsNetwork, "medusa")
     rule = TypicalAcceptance(options.posterior_threshold, options.posterior_alpha)
     return Method(HeadsDrafter(network), heads_tree(network, options), rule)
 

@@ -7,7 +7,7 @@ from foretell.catalogue.build_context import BuildContext, require_network
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.feature_level import method_of_levels
 from foretell.catalogue.options.feature_level import DFlashOptions
-from foretell.catalogue.speculators import check_draft_vocabs, trained_speculator
+from foretell.catalogue.speculators import check_draft_vocabs, packed_speculator, trained_speculator
 from foretell.draft import DFlashDrafter, Pard2Drafter, PardDrafter, PEagleDrafter, UnoDrafter
 from foretell.engine.method import AnyMethod
 from foretell.model.load.adapter import adapter_folder
@@ -16,7 +16,6 @@ from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import DynamicTree
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.p_eagle import PEagle
-from foretell.speculator.network.pack import pack_network
 from foretell.speculator.network.pard import PardNetwork
 
 _LEVELS = "tokens in a pass, one for each level"
@@ -26,9 +25,7 @@ _PARD_DEPTH = 8
 
 def dflash(context: BuildContext, options: DFlashOptions) -> AnyMethod:
     """DFlash with the tree of the options."""
-    network = trained_speculator(context, "dflash")
-    assert isinstance(network, DFlash)
-    return dflash_method(pack_network(network), options)
+    return dflash_method(packed_speculator(context, DFlash), options)
 
 
 def dflash_method(network: DFlash, options: DFlashOptions) -> AnyMethod:
@@ -43,9 +40,7 @@ def dflash_method(network: DFlash, options: DFlashOptions) -> AnyMethod:
 
 def p_eagle(context: BuildContext, options: DFlashOptions) -> AnyMethod:
     """P-EAGLE with the tree of the options."""
-    network = trained_speculator(context, "p_eagle")
-    assert isinstance(network, PEagle)
-    return p_eagle_method(pack_network(network), options)
+    return p_eagle_method(packed_speculator(context, PEagle), options)
 
 
 def p_eagle_method(network: PEagle, options: DFlashOptions) -> AnyMethod:

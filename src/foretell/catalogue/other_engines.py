@@ -14,7 +14,7 @@ from foretell.core.tree import TokenTree
 from foretell.draft.base import Retriever
 from foretell.engine.method import AnyMethod
 from foretell.model.load.reference import resolve_reference
-from foretell.tokenizer.codec import TextCodec, from_directory
+from foretell.tokenizer.codec import from_directory
 
 
 def retrieval_method(options: Mapping[str, object], vocab: int, tokenizer: str) -> AnyMethod:
@@ -33,7 +33,7 @@ def retrieval_method(options: Mapping[str, object], vocab: int, tokenizer: str) 
         )
     if not isinstance(files, list | tuple):
         raise ValueError(f"references is a list of text files, found {files!r}")
-    codec = _codec(tokenizer) if files or "datastore" in own else None
+    codec = from_directory(resolve_reference(tokenizer)) if files or "datastore" in own else None
     references = tuple(tuple(codec.encode(_text(file), False)) for file in files) if codec else ()
     return build(name, BuildContext(vocab, None, references=references, codec=codec), own or None)
 
@@ -64,7 +64,3 @@ def _text(file: object) -> str:
         return Path(str(file)).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"reference {file} cannot be read: {error}") from error
-
-
-def _codec(tokenizer: str) -> TextCodec:
-    return from_directory(resolve_reference(tokenizer))

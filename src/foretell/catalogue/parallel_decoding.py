@@ -11,12 +11,11 @@ from foretell.catalogue.options.parallel_decoding import (
     LookAheadEmbeddingsOptions,
     LookaheadOptions,
 )
-from foretell.catalogue.speculators import trained_speculator
+from foretell.catalogue.speculators import packed_speculator
 from foretell.draft import JacobiDrafter, LookaheadDrafter, ParallelDrafter
 from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, Trie
 from foretell.speculator.network.look_ahead import LookAheadEmbeddings
-from foretell.speculator.network.pack import pack_network
 
 
 def lookahead(context: BuildContext, options: LookaheadOptions) -> AnyMethod:
@@ -42,9 +41,7 @@ def gauss_seidel_jacobi(context: BuildContext, options: GaussSeidelJacobiOptions
 
 def look_ahead_embeddings(context: BuildContext, options: LookAheadEmbeddingsOptions) -> AnyMethod:
     """PaSS: look-ahead embeddings."""
-    network = trained_speculator(context, "pass")
-    assert isinstance(network, LookAheadEmbeddings)
-    return parallel_method(pack_network(network), options)
+    return parallel_method(packed_speculator(context, LookAheadEmbeddings), options)
 
 
 def parallel_method(network: LookAheadEmbeddings, options: LookAheadEmbeddingsOptions) -> AnyMethod:

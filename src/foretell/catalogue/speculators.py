@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from foretell.catalogue.build_context import BuildContext, require_network
 from foretell.draft import DraftModel, MixtureDrafter, Predictor
@@ -13,7 +14,9 @@ from foretell.speculator.installed import find_installed, install_hint
 from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.speculator.network.draft_model import DraftNetwork
+from foretell.speculator.network.pack import pack_network
 
+S = TypeVar("S", bound=Speculator)
 DRAFT_MODEL = DraftNetwork.kind
 
 
@@ -38,6 +41,17 @@ def trained_speculator(context: BuildContext, kind: str) -> Speculator:
             f"{folder}: a speculator of kind {speculator.kind}, and this method drafts with one of kind {kind}"
         )
     return speculator
+
+
+def packed_speculator(context: BuildContext, network: type[S], kind: str = "") -> S:
+    """`trained_speculator` of a class of networks, packed for the kernels; `kind`: one of several of the class.
+
+    Raises:
+        ValueError: see `trained_speculator`.
+    """
+    trained = trained_speculator(context, kind or network.kind)
+    assert isinstance(trained, network)
+    return pack_network(trained)
 
 
 def read_speculator(context: BuildContext, folder: Path) -> Speculator:

@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Collection, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 
 from foretell.cli.prompt_progress import PromptProgress
 from foretell.engine.engine import Engine
@@ -22,9 +22,7 @@ class Interrupt:
         self._previous_handler = signal.signal(signal.SIGINT, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._previous_handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

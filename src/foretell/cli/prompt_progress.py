@@ -2,7 +2,6 @@
 
 import sys
 from threading import Timer
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,9 +25,7 @@ class PromptProgress:
         self.update()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hide()
 
     def update(self) -> None:

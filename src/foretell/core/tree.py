@@ -17,6 +17,8 @@ TreeSizes: TypeAlias = tuple[int, int, int]
 """Depth, width and budget of a dynamic tree."""
 TreeBounds: TypeAlias = tuple[float, float]
 """Minimum score of a node of a dynamic tree, and of a node that is expanded."""
+NodeMask: TypeAlias = Bool[np.ndarray, "b n"]
+"""Some nodes of the trees of a batch."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class TokenTree:
 
     token: Int[np.ndarray, "b n"]
     parent: Int[np.ndarray, "b n"]
-    valid: Bool[np.ndarray, "b n"]
+    valid: NodeMask
     """False: padding or a probe, which are never accepted."""
-    probe: Bool[np.ndarray, "b n"]
+    probe: NodeMask
     """True: the target reads the node for the drafter only."""
     q_index: Int[np.ndarray, "b n"]
     """Row of `q` that the node was sampled from; -1: chosen without sampling, so its distribution is one-hot."""
@@ -46,7 +48,7 @@ class TokenTree:
     """Whether sampled siblings were drawn without replacement."""
     q: Float[torch.Tensor, "b m v"] | None = None
     """Distributions that nodes were sampled from, after all sampling parameters."""
-    unscored: Bool[np.ndarray, "b n"] | None = None
+    unscored: NodeMask | None = None
     """Probes whose logits are not needed; None: no node."""
     probe_embeddings: Float[torch.Tensor, "e d"] | None = None
     """Input embeddings of the ids from the vocabulary's size on, which probes may have; None: all ids are tokens."""
@@ -71,7 +73,7 @@ class TokenTree:
         return all(length == 1 for length in self.prefix_length.tolist())
 
     @cached_property
-    def active(self) -> Bool[np.ndarray, "b n"]:
+    def active(self) -> NodeMask:
         """Nodes that the target reads."""
         no_probes = self.probe is _unsampled(self.rows, self.nodes)[0]
         return self.valid if no_probes else self.valid | self.probe
@@ -88,7 +90,7 @@ class TokenTree:
         return [row.count(True) - length for row, length in pairs]
 
     @cached_property
-    def scored(self) -> Bool[np.ndarray, "b n"]:
+    def scored(self) -> NodeMask:
         """Nodes whose logits may be needed."""
         return self.active if self.unscored is None else self.active & ~self.unscored
 
@@ -296,7 +298,7 @@ def _unsampled(rows: int, nodes: int) -> tuple[np.ndarray, ...]:
 def _unsampled_trees(
     token: Int[np.ndarray, "b n"],
     parent: Int[np.ndarray, "b n"],
-    valid: Bool[np.ndarray, "b n"] | None,
+    valid: NodeMask | None,
     score: Float[np.ndarray, "b n"] | None = None,
 ) -> TokenTree:
     """Trees whose nodes were not sampled, with a prefix of 1; `valid` None: all nodes are."""
@@ -434,5 +436,5 @@ def join_probe_embeddings(trees: Sequence[TokenTree], vocab: int) -> tuple[list[
     return joined, offsets
 
 
-def _unscored_mask(tree: TokenTree) -> Bool[np.ndarray, "b n"]:
+def _unscored_mask(tree: TokenTree) -> NodeMask:
     return np.zeros_like(tree.probe) if tree.unscored is None else tree.unscored

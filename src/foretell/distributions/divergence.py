@@ -6,29 +6,30 @@ probability of zero is infinite.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 
-Divergence = Callable[[Float[torch.Tensor, "*t v"], Float[torch.Tensor, "*t v"]], Float[torch.Tensor, "*t"]]
+Logits: TypeAlias = Float[torch.Tensor, "*t v"]
+PerPosition: TypeAlias = Float[torch.Tensor, "*t"]
+Divergence = Callable[[Logits, Logits], PerPosition]
 """A function of the target's and the draft's logits that gives one number per position."""
 
 
-def forward_kl(target: Float[torch.Tensor, "*t v"], draft: Float[torch.Tensor, "*t v"]) -> Float[torch.Tensor, "*t"]:
+def forward_kl(target: Logits, draft: Logits) -> PerPosition:
     """KL(p || q) in nats: the cross-entropy with the target's soft labels minus their entropy."""
     log_p, log_q = _log_probabilities(target, draft)
     return _expectation(log_p, log_p - log_q)
 
 
-def reverse_kl(target: Float[torch.Tensor, "*t v"], draft: Float[torch.Tensor, "*t v"]) -> Float[torch.Tensor, "*t"]:
+def reverse_kl(target: Logits, draft: Logits) -> PerPosition:
     """KL(q || p) in nats: mode-seeking, so the draft may leave out tokens that the target finds likely."""
     log_p, log_q = _log_probabilities(target, draft)
     return _expectation(log_q, log_q - log_p)
 
 
-def jensen_shannon(
-    target: Float[torch.Tensor, "*t v"], draft: Float[torch.Tensor, "*t v"], beta: float = 0.5
-) -> Float[torch.Tensor, "*t"]:
+def jensen_shannon(target: Logits, draft: Logits, beta: float = 0.5) -> PerPosition:
     """Generalised Jensen-Shannon divergence in nats: b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q.
 
     At b = 1/2 it is symmetric and at most log 2.
@@ -44,9 +45,7 @@ def jensen_shannon(
     return beta * _expectation(log_p, log_p - middle) + (1 - beta) * _expectation(log_q, log_q - middle)
 
 
-def total_variation(
-    target: Float[torch.Tensor, "*t v"], draft: Float[torch.Tensor, "*t v"]
-) -> Float[torch.Tensor, "*t"]:
+def total_variation(target: Logits, draft: Logits) -> PerPosition:
     """Half the sum of |p - q|: one minus the probability that speculative sampling accepts a drafted token
     (DistillSpec, arXiv 2310.08461).
 
@@ -57,9 +56,7 @@ def total_variation(
     return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
 
 
-def total_variation_plus(
-    target: Float[torch.Tensor, "*t v"], draft: Float[torch.Tensor, "*t v"]
-) -> Float[torch.Tensor, "*t"]:
+def total_variation_plus(target: Logits, draft: Logits) -> PerPosition:
     """TVD++ (Goel et al., arXiv 2403.00858): the policy gradient of total variation with the reward 1{p > q}
     standardised over all positions.
 
@@ -76,9 +73,7 @@ def total_variation_plus(
     return -(q * advantage * log_q).masked_fill(q == 0, 0).sum(-1)
 
 
-def negative_log_acceptance(
-    target: Float[torch.Tensor, "*t v"], draft: Float[torch.Tensor, "*t v"]
-) -> Float[torch.Tensor, "*t"]:
+def negative_log_acceptance(target: Logits, draft: Logits) -> PerPosition:
     """Minus the log of the probability that speculative sampling accepts a drafted token, in nats (arXiv 2602.23881).
 
     Its gradient is that of total variation divided by that probability: it is the cross-entropy where the target is
@@ -88,9 +83,7 @@ def negative_log_acceptance(
     return -torch.minimum(log_p, log_q).logsumexp(-1)
 
 
-def acceptance_hybrid(
-    target: Float[torch.Tensor, "*t v"], draft: Float[torch.Tensor, "*t v"]
-) -> Float[torch.Tensor, "*t"]:
+def acceptance_hybrid(target: Logits, draft: Logits) -> PerPosition:
     """KL(p || q) in nats where little is accepted, total variation where much is: the share of the former is
     exp(-3 a) for an acceptance probability of a, without a gradient (arXiv 2602.23881).
     """

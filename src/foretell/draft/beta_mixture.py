@@ -67,11 +67,7 @@ def _log_density(values: Float[np.ndarray, " n"]) -> Float[np.ndarray, " g"]:
     variance = float(np.clip(values.var(), _MIN_VARIANCE, 0.99 * mean * (1 - mean)))
     total = mean * (1 - mean) / variance - 1
     a, b = mean * total, (1 - mean) * total
-    return (a - 1) * np.log(GRID) + (b - 1) * np.log1p(-GRID) - _log_beta(a, b)
-
-
-def _log_beta(a: float, b: float) -> float:
-    return lgamma(a) + lgamma(b) - lgamma(a + b)
+    return (a - 1) * np.log(GRID) + (b - 1) * np.log1p(-GRID) - (lgamma(a) + lgamma(b) - lgamma(total))
 
 
 class AdaptiveThresholds:

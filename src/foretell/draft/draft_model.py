@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
-from jaxtyping import Bool
 
 from foretell.core.context import Context, StepResult, StepState
-from foretell.core.tree import TokenTree, TreeBounds, TreeSizes, root_tree, tree_from_scores
+from foretell.core.tree import NodeMask, TokenTree, TreeBounds, TreeSizes, root_tree, tree_from_scores
 from foretell.distributions.coupling import kernel_noise
 from foretell.draft.base import Frontier, NodeLogits, Predictor
 from foretell.model.kernels import NodeLimits
@@ -24,7 +23,7 @@ class _ReadTree:
 
     rows: tuple[int, ...]
     tree: TokenTree
-    read: Bool[np.ndarray, "b n"]
+    read: NodeMask
     """Its nodes that the model has read."""
 
 

@@ -6,11 +6,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult, StepState, TokenBuffer
 from foretell.core.noise import LevelNoise
-from foretell.core.tree import TokenTree
+from foretell.core.tree import NodeMask, TokenTree
 from foretell.draft.base import Frontier, NodeLogits, Predictor, TopTokens, top_tokens
 from foretell.draft.beta_mixture import AdaptiveThresholds
 from foretell.draft.exit_blocks import ExitBlocks
@@ -192,9 +192,7 @@ class EarlyExitDrafter(Predictor):
             parts.append(torch.zeros(0, width))
         return torch.cat(parts), index
 
-    def _read_blocks(
-        self, nodes: Bool[np.ndarray, "b n"], at_exit: NodeStates, tree: TokenTree, context: Context
-    ) -> NodeStates:
+    def _read_blocks(self, nodes: NodeMask, at_exit: NodeStates, tree: TokenTree, context: Context) -> NodeStates:
         """The outputs of the exit's blocks at nodes of a frontier, if it has any."""
         if self._blocks is None:
             return at_exit
@@ -207,7 +205,7 @@ class EarlyExitDrafter(Predictor):
 
     def _measure(
         self,
-        nodes: Bool[np.ndarray, "b n"],
+        nodes: NodeMask,
         exit_: int,
         at_exit: NodeStates,
         logits: Float[torch.Tensor, "k w"],
@@ -221,13 +219,8 @@ class EarlyExitDrafter(Predictor):
         return sure.double().cpu().numpy()[at_exit.index[nodes]]
 
     def _leaving(
-        self,
-        nodes: Bool[np.ndarray, "b n"],
-        exit_: int,
-        sure: Float[np.ndarray, " k"],
-        tree: TokenTree,
-        context: Context,
-    ) -> Bool[np.ndarray, "b n"]:
+        self, nodes: NodeMask, exit_: int, sure: Float[np.ndarray, " k"], tree: TokenTree, context: Context
+    ) -> NodeMask:
         """Those of the nodes at which an exit is confident."""
         answered = [s.length - s.prompt_length for s in context.sequences]
         rows, depth = np.nonzero(nodes)[0].tolist(), tree.depth[nodes].tolist()
@@ -241,7 +234,7 @@ class EarlyExitDrafter(Predictor):
     def _record(
         self,
         context: Context,
-        nodes: Bool[np.ndarray, "b n"],
+        nodes: NodeMask,
         sure: Float[np.ndarray, " k"],
         at_exit: NodeStates,
         logits: Float[torch.Tensor, "k w"],
@@ -252,9 +245,7 @@ class EarlyExitDrafter(Predictor):
         for request, node, confidence, token in zip(*np.nonzero(nodes), sure, tokens, strict=True):
             self.adaptive.record(context, context.rows[request], int(node), float(confidence), int(token))
 
-    def _choose_depths(
-        self, nodes: Bool[np.ndarray, "b n"], run: PartialPass, context: Context
-    ) -> Float[np.ndarray, "b n e"]:
+    def _choose_depths(self, nodes: NodeMask, run: PartialPass, context: Context) -> Float[np.ndarray, "b n e"]:
         """The distribution function of every node's depth at the exits, by classifiers of the first fitted exit."""
         out = np.zeros((*nodes.shape, len(self.heads.layers)))
         at_exit = run.advance(nodes, self.heads.first_layer)
@@ -313,7 +304,7 @@ class EarlyExitDrafter(Predictor):
         return self._blocks.copy(source, target, length)
 
 
-def frontier_nodes(tree: TokenTree, frontier: Frontier, context: Context) -> Bool[np.ndarray, "b n"]:
+def frontier_nodes(tree: TokenTree, frontier: Frontier, context: Context) -> NodeMask:
     """The valid nodes of a frontier that may have children."""
     wanted = np.zeros(tree.token.shape, bool)
     np.put_along_axis(wanted, frontier, True, 1)

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult, StepState
-from foretell.core.tree import TokenTree
+from foretell.core.tree import NodeMask, TokenTree
 from foretell.draft.cached_states import layout_of
 from foretell.draft.target_states import TargetStates, concatenate_states
 from foretell.model.block.decoder import BlockRange, Decoder
@@ -114,7 +114,7 @@ class ExitBlocks:
         tree: TokenTree,
         rows: Sequence[int],
         length: Int[np.ndarray, " b"],
-        nodes: Bool[np.ndarray, "b n"],
+        nodes: NodeMask,
         states: Float[torch.Tensor, "k d"],
     ) -> Float[torch.Tensor, "k d"]:
         """Outputs of the blocks at nodes below the roots, whose ancestors they have read; `length`: committed tokens of

@@ -1,13 +1,11 @@
 """Drafting with the target itself in its cache: with a part of its neurons, or with an adapter over noise."""
 
-from typing import TypeAlias
-
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepState
-from foretell.core.tree import TokenTree, tree_from_lists
+from foretell.core.tree import NodeMask, TokenTree, tree_from_lists
 from foretell.draft.base import Frontier, NodeLogits, Predictor
 from foretell.draft.early_exit import frontier_nodes
 from foretell.draft.heads import OnePassPredictor
@@ -17,7 +15,6 @@ from foretell.model.run.partial_pass import with_ancestors
 from foretell.model.run.runner import DraftsInCache, Runner, required
 
 _NO_ENGINE = "a drafter that shares the cache of its target works in an engine only"
-_Marks: TypeAlias = Bool[np.ndarray, "b n"]
 
 
 class SparseTargetDrafter(Predictor):
@@ -35,7 +32,7 @@ class SparseTargetDrafter(Predictor):
         self._runner: Runner | None = None
         self._cache: DraftsInCache | None = None
         """The target, whose cache takes the drafts."""
-        self._read = StepState[Bool[np.ndarray, "b n"]]()
+        self._read = StepState[NodeMask]()
         """Nodes of the tree that grows which the network has read."""
 
     def attach(self, runner: Runner) -> None:
@@ -74,7 +71,9 @@ class SparseTargetDrafter(Predictor):
         self._read.put(context, read | active)
         return scores
 
-    def _forward(self, network: Network, context: Context, tree: TokenTree, read: _Marks, wanted: _Marks) -> NodeLogits:
+    def _forward(
+        self, network: Network, context: Context, tree: TokenTree, read: NodeMask, wanted: NodeMask
+    ) -> NodeLogits:
         if self._cache is None:
             raise ValueError(_NO_ENGINE)
         output = self._cache.forward_draft(network, context.rows, tree, read, wanted)

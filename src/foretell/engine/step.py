@@ -4,12 +4,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool
 
 from foretell.accept import AcceptResult
 from foretell.core.context import Context, ModelOutput, StepResult
 from foretell.core.draft_origins import DraftOrigins
-from foretell.core.tree import TokenTree
+from foretell.core.tree import NodeMask, TokenTree
 from foretell.engine.groups import MethodGroups
 from foretell.engine.live_request import LiveRequest
 from foretell.engine.logprobs import TokenLogprobs, new_token_logprobs, prompt_token_logprobs
@@ -57,7 +56,7 @@ def context_of(running: Collection[LiveRequest]) -> Context:
     )
 
 
-def nodes_to_score(tree: TokenTree, ready: Sequence[bool], whole: Sequence[bool]) -> Bool[np.ndarray, "b n"]:
+def nodes_to_score(tree: TokenTree, ready: Sequence[bool], whole: Sequence[bool]) -> NodeMask:
     """Nodes whose logits are needed: those from the root on, of requests that are ready to decode, and all of the
     requests marked in `whole`.
     """

@@ -30,7 +30,7 @@ class AttentionShape:
     expanded_reads: LinearCost = ZERO
     """Keys and values that are activations, not in the KV cache (expanded latent attention)."""
     sources: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    sinks: float = 0.0
+    stored: float = 0.0
     """Learned scores that join the softmax, one per head or none."""
 
 
@@ -49,7 +49,7 @@ def attention_core(shape: AttentionShape, fusion: Fusion) -> tuple[Op, ...]:
             Op(
                 "attention", "attention", label, shape.sources, "heads",
                 work=qk + sv + softmax, read=queries + shape.expanded_reads, write=out, kv_read=shape.fused_reads,
-                stored=shape.sinks, output=out,
+                stored=shape.stored, output=out,
             ),
         )  # fmt: skip
     half = shape.expanded_reads.scaled(0.5)
@@ -57,7 +57,7 @@ def attention_core(shape: AttentionShape, fusion: Fusion) -> tuple[Op, ...]:
         Op("qk_matmul", "attention", label, shape.sources[:-1], "heads", work=qk, read=queries + half, write=scores,
            kv_read=shape.key_reads, output=scores),
         Op("softmax", "elementwise", "scores", ("qk_matmul",), "heads", work=softmax, read=scores, write=scores,
-           stored=shape.sinks, output=scores),
+           stored=shape.stored, output=scores),
         Op("sv_matmul", "attention", label, ("softmax", shape.sources[-1]), "heads", work=sv, read=scores + half,
            write=out, kv_read=shape.value_reads, output=out),
     )  # fmt: skip
@@ -92,7 +92,7 @@ def grouped_query_attention(config: ModelConfig, fusion: Fusion) -> tuple[Op, ..
         LinearCost(kv_positions=float(kv * d)),
         LinearCost(kv_positions=2.0 * kv * d),
         sources=sources,
-        sinks=float(heads * config.sinks),
+        stored=float(heads * bool(config.sink_layers)),
     )
     ops.extend(attention_core(core, fusion))
     if config.attention_gate:

@@ -53,11 +53,8 @@ def memory_use(phase_graphs: Sequence[tuple[OpGraph, Phase]], rates: DeviceRates
                 live = replicated.evaluate(extents) + divided.evaluate(extents) / rates.devices
                 activations = np.maximum(activations, _max_over_passes(live * rates.activation, phase))
         kv = np.maximum(kv, _max_over_passes(kv_elements * rates.kv, phase))
-    return MemoryUse(_flat(weight_bytes(phase_graphs[0][0], rates)), kv, activations)
-
-
-def _flat(number: Number) -> Number:
-    return np.asarray(number, dtype=np.float64).reshape(-1)
+    weights = np.asarray(weight_bytes(phase_graphs[0][0], rates), dtype=np.float64).reshape(-1)
+    return MemoryUse(weights, kv, activations)
 
 
 def _max_over_passes(number: Number, phase: Phase) -> Number:

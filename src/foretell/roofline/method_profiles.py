@@ -55,10 +55,6 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
     return {name: entry for name, entry in _file().items() if name != "draft_models"}
 
 
-def _drafts() -> Mapping[str, Mapping[str, Any]]:
-    return _file()["draft_models"]
-
-
 @cache
 def method_profiles() -> Mapping[str, MethodProfile]:
     """The entries of methods.toml by name, with acceptance from the literature."""
@@ -138,7 +134,7 @@ def with_draft_vocab(profile: MethodProfile, vocab: int | None) -> MethodProfile
 
 def profile_for_draft(profile: MethodProfile, draft_model: str) -> MethodProfile:
     """The profile with the acceptance published for a particular draft model, where there is one."""
-    raw = _drafts().get(draft_model)
+    raw = _file()["draft_models"].get(draft_model)
     if profile.draft != "model" or profile.basis not in ("published", "assumed") or raw is None:
         return profile
     chain = profile.shape == "chain"

@@ -104,7 +104,7 @@ class AfterReasoning:
             spent = self._is_spent(phase)
             if spent and token != self._closing[phase.marked]:
                 return None
-            if not spent and not self._bit(self._thinking, token):
+            if not spent and not self._thinking[token // 8] >> (token % 8) & 1:
                 return None
             after = self._phases.advance(phase, token)
             if spent and after.step != _ANSWER:
@@ -158,9 +158,6 @@ class AfterReasoning:
         mask = np.zeros_like(self._free)
         mask[token // 8] = 1 << (token % 8)
         return mask
-
-    def _bit(self, mask: UInt8[np.ndarray, " w"], token: int) -> bool:
-        return bool(mask[token // 8] >> (token % 8) & 1)
 
 
 def phases_of(reasoning: Reasoning, texts: TokenTexts, to_answer: bool = False) -> Phases:

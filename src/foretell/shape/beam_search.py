@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from foretell.core.context import Context
-from foretell.core.tree import TokenTree, tree_from_lists
+from foretell.core.tree import NodeMask, TokenTree, tree_from_lists
 from foretell.draft.base import Predictor
 from foretell.shape.base import Shape, TreeBuilder
 
@@ -69,7 +69,7 @@ class BeamSearch(Shape[Predictor]):
         return np.asarray(new[row, order])
 
 
-def _paths_to(tree: TokenTree, last: Bool[np.ndarray, "b n"]) -> TokenTree:
+def _paths_to(tree: TokenTree, last: NodeMask) -> TokenTree:
     """The part of trees that leads to some nodes."""
     tokens, parents = list[list[int]](), list[list[int]]()
     for row in range(tree.rows):

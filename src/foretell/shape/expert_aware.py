@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import EngineBound
 from foretell.core.expert_forecast import ExpertForecast
-from foretell.core.tree import TokenTree
+from foretell.core.tree import NodeMask, TokenTree
 from foretell.draft.base import Predictor
 from foretell.shape.base import Shape
 
@@ -68,7 +68,7 @@ class ExpertAwareTree(EngineBound, Shape[Predictor]):
             return tree
         return replace(tree, valid=tree.valid & self._profitable(tree, tree.score))
 
-    def _profitable(self, tree: TokenTree, score: Float[np.ndarray, "b n"]) -> Bool[np.ndarray, "b n"]:
+    def _profitable(self, tree: TokenTree, score: Float[np.ndarray, "b n"]) -> NodeMask:
         """The nodes to keep, roots included: those up to the best end of the order in which nodes are taken."""
         order, costs = self._in_order(tree, score)
         gain = np.cumsum([float(score[place]) for place in order]) - self.rate * np.cumsum(costs)

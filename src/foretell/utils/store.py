@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Generic, TypeVar
 
 from pydantic import BaseModel
@@ -87,9 +86,7 @@ class RunStore(Generic[R]):
         """The store itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
 

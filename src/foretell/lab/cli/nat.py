@@ -138,18 +138,17 @@ def _load(
     folder: Path, drafter: Path | None, teacher: Path | None
 ) -> tuple[NatModel, NatModel | None, NatModel | None]:
     """The model, its drafter and the teacher, checked to fit together."""
-    model, others = load_model(folder), list[NatModel | None]()
-    for path in (drafter, teacher):
-        others.append(None if path is None else load_model(path))
-        if path is not None:
-            require_same_words(model, load_model(path), path)
-    if drafter is not None:
+    model = load_model(folder)
+    draft, chooser = (None if path is None else load_model(path) for path in (drafter, teacher))
+    if drafter is not None and draft is not None:
+        require_same_words(model, draft, drafter)
         require_autoregressive(model, folder, "model that a --drafter drafts for")
-        if others[0] is not None and others[0].config.kind == "autoregressive":
+        if draft.config.kind == "autoregressive":
             raise ValueError(f"{drafter}: this model decodes from left to right itself; a drafter is of another kind")
-    if teacher is not None and others[1] is not None:
-        require_autoregressive(others[1], teacher, "teacher")
-    return model, others[0], others[1]
+    if teacher is not None and chooser is not None:
+        require_same_words(model, chooser, teacher)
+        require_autoregressive(chooser, teacher, "teacher")
+    return model, draft, chooser
 
 
 @app.command("translate")

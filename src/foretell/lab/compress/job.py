@@ -134,7 +134,8 @@ def plan(
             chosen, amount = SparseGPT(zeros, bits), f"{amount}, {bits} bits in groups of {GROUP}"
     for role, shape in shapes_of(source.config).items():
         chosen.check(*shape, f"{role} in {source.name}")
-    two_of_four = pattern is not None and _within_two_of_four(Pattern.parse(pattern))
+    groups = None if pattern is None else Pattern.parse(pattern)
+    two_of_four = groups is not None and groups.group == 4 and groups.kept <= 2
     ranks, allocation = ranks_of(source.config, chosen), allocation or ""
     amount += f", shared out by {allocation}" * bool(allocation)
     return Plan(method, amount, chosen, two_of_four=two_of_four, ranks=ranks, allocation=allocation)
@@ -147,10 +148,6 @@ def _check_allocation(method: str, allocation: str) -> None:
     wanted = ALLOCATIONS[allocation]
     if method not in wanted:
         raise ValueError(f"--allocation {allocation} is for --method {', '.join(wanted)}, found {method}")
-
-
-def _within_two_of_four(pattern: Pattern) -> bool:
-    return pattern.group == 4 and pattern.kept <= 2
 
 
 def _plan_reduction(rank_share: float | None) -> Plan:

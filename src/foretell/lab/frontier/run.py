@@ -177,7 +177,8 @@ def _divergence(
 ) -> VariantDivergence:
     first = [r for r in results if r.repeat == 0 and r.error is None]
     asked: Mapping[str, Question] = {q.id: q for q in questions}
-    model, competitor = frontier.models[variant.competitor], _of(frontier, variant)
+    model = frontier.models[variant.competitor]
+    competitor = next(c for c in frontier.competitors if c.name == variant.competitor)
     changed = model is not frontier.exact
     if changed:
         divergences = divergence_of_model(variant, model, frontier.exact, first, asked)
@@ -193,10 +194,6 @@ def _divergence(
         bytes_gain=bytes_gain(variant, model, frontier.exact, context, passes / tokens) if known else None,
         **divergences,
     )  # fmt: skip
-
-
-def _of(frontier: Frontier, variant: Variant) -> Competitor:
-    return next(c for c in frontier.competitors if c.name == variant.competitor)
 
 
 def _result(

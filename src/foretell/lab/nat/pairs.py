@@ -76,8 +76,8 @@ class Vocabulary:
         return [self._id.get(word, UNKNOWN) for word in text.split()]
 
     def unknown_words(self, text: str) -> list[str]:
-        """The words of a text that are not known."""
-        return [word for word in dict.fromkeys(text.split()) if word not in self._id]
+        """The words of a text that are not known, or have a part that is not."""
+        return [word for word in dict.fromkeys(text.split()) if UNKNOWN in self.encode(word)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The words of ids; special tokens other than padding are shown by name."""
@@ -117,10 +117,6 @@ class Subwords(Vocabulary):
         """Ids of the parts of the words; `UNKNOWN` for a letter that is not known."""
         return list(self._tokenizer.encode(text).ids)
 
-    def unknown_words(self, text: str) -> list[str]:
-        """The words of a text with letters that are not known."""
-        return [word for word in dict.fromkeys(text.split()) if UNKNOWN in self.encode(word)]
-
     def decode(self, ids: Iterable[int]) -> str:
         """The words of ids; special tokens other than padding are shown by name."""
         names = [(_SPECIAL[i] + _WORD_END) if i < len(_SPECIAL) else self.words[i - len(_SPECIAL)] for i in ids if i]
@@ -153,10 +149,6 @@ class MarianWords(Vocabulary):
         """Ids of the parts of the words; those of a source end with `END`, as its encoder expects."""
         ids = [self._own[i] for i in self._tokenizer(**{self._side: text})["input_ids"]]
         return ids[:-1] if self._side == "text_target" else ids
-
-    def unknown_words(self, text: str) -> list[str]:
-        """The words of a text with parts that are not known."""
-        return [word for word in dict.fromkeys(text.split()) if UNKNOWN in self.encode(word)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, without special tokens."""

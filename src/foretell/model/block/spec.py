@@ -576,7 +576,7 @@ class BlockWeights:
         "post_feedforward_layernorm.weight", lambda at: at.config.post_norms and at.attends
     )
     sinks: Float[Tensor, " h"] | None = _vector(
-        "self_attn.sinks", lambda at: (at.config.heads,), lambda at: at.config.sinks and at.attends
+        "self_attn.sinks", lambda at: (at.config.heads,), lambda at: at.layer in at.config.sink_layers and at.attends
     )
     """A score per query head that joins the softmax over its keys (gpt-oss, arXiv 2508.10925)."""
     scale: Float[Tensor, " 1"] | None = _vector("layer_scalar", lambda at: (1,), lambda at: at.config.layer_scales)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.core.tree import TokenTree
+from foretell.core.tree import NodeMask, TokenTree
 from foretell.utils.transfer import to_device
 
 
@@ -51,7 +51,7 @@ class Layout:
 
     @staticmethod
     def from_tree(
-        tree: TokenTree, rows: Sequence[int], length: Int[np.ndarray, " b"], active: Bool[np.ndarray, "b n"]
+        tree: TokenTree, rows: Sequence[int], length: Int[np.ndarray, " b"], active: NodeMask
     ) -> "tuple[Layout, Int[np.ndarray, 'b n']]":
         """Layout of the active nodes of a tree, node `j` in slot `length + j`; and each node's index in it (-1: not
         active).
@@ -82,7 +82,7 @@ class Layout:
         return replace(layout, in_pages=selects), index_marked(active)
 
 
-def index_marked(marked: Bool[np.ndarray, "b n"]) -> Int[np.ndarray, "b n"]:
+def index_marked(marked: NodeMask) -> Int[np.ndarray, "b n"]:
     """Consecutive indices of the true entries, row by row; -1 for the others."""
     out = np.full(marked.shape, -1)
     out[marked] = np.arange(np.count_nonzero(marked))

@@ -166,8 +166,10 @@ class ModelConfig:
     """Indices of the layers that are a feed-forward network alone (Nemotron-H, arXiv 2504.03624)."""
     mlp_free_layers: tuple[int, ...] = ()
     """Indices of the layers without a feed-forward network."""
-    sinks: bool = False
-    """Whether a learned score per query head joins the softmax over its keys (gpt-oss, arXiv 2508.10925)."""
+    sink_layers: tuple[int, ...] = ()
+    """Indices of the layers in which a learned score per query head joins the softmax over its keys (gpt-oss, arXiv
+    2508.10925).
+    """
     experts: MoEConfig | None = None
     latent: MLAConfig | None = None
     state: StateConfig | None = None
@@ -255,6 +257,7 @@ class ModelConfig:
             unrotated_layers=kept(self.unrotated_layers),
             attention_free_layers=kept(self.attention_free_layers),
             mlp_free_layers=kept(self.mlp_free_layers),
+            sink_layers=kept(self.sink_layers),
             kv_layers=tuple(map(layers.index, sources)) if shares else (),
             state=state,
             experts=experts,

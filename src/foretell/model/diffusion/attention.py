@@ -15,7 +15,7 @@ def unsupported_part(config: ModelConfig) -> str | None:
         "recurrent states": config.state is not None,
         "latent attention": config.latent is not None,
         "soft caps of attention": config.attention_softcap > 0,
-        "attention sinks": config.sinks,
+        "attention sinks": bool(config.sink_layers),
         "layers without attention": bool(config.attention_free_layers),
         "scaled queries": config.query_scaling is not None,
         "inputs per layer": config.layer_inputs is not None,

@@ -7,10 +7,10 @@ from functools import cache as memoize
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from foretell.core.context import ModelOutput, count_experts
-from foretell.core.tree import TokenTree
+from foretell.core.tree import NodeMask, TokenTree
 from foretell.model.block.backend import Backend
 from foretell.model.block.decoder import BlockForward, BlockOutput, BlockRange, Decoder, SkipSet
 from foretell.model.block.layer import DecoderBlock, RMSNorm
@@ -180,8 +180,8 @@ class NativeDecoder:
         rows: Sequence[int],
         length: Sequence[int],
         cache: Cache,
-        active: Bool[np.ndarray, "b n"],
-        scored: Bool[np.ndarray, "b n"],
+        active: NodeMask,
+        scored: NodeMask,
         hidden_layers: tuple[int, ...],
     ) -> ModelOutput:
         """Run the active nodes of a tree from tokens to logits in one call; see `Runner.forward`.

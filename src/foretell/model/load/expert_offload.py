@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool
 
 from foretell.core.context import ModelOutput
 from foretell.core.expert_forecast import ExpertForecast
-from foretell.core.tree import TokenTree
+from foretell.core.tree import NodeMask, TokenTree
 from foretell.model.cache.base import Cache
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import structures
@@ -214,8 +213,8 @@ class ExpertOffloadedDecoder(NativeDecoder):
         rows: Sequence[int],
         length: Sequence[int],
         cache: Cache,
-        active: Bool[np.ndarray, "b n"],
-        scored: Bool[np.ndarray, "b n"],
+        active: NodeMask,
+        scored: NodeMask,
         hidden_layers: tuple[int, ...],
     ) -> ModelOutput:
         """Run the active nodes of a tree, whose experts are read ahead; see `NativeDecoder.forward_tree`.

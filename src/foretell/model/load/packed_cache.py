@@ -46,7 +46,8 @@ def cache_limit(folder: Path) -> int:
     limit = os.environ.get("FORETELL_CACHE_LIMIT", "").strip()
     if limit:
         return _parse_size(limit)
-    return min(_LARGEST, int(_LARGEST_SHARE * shutil.disk_usage(_existing(folder)).total))
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    return min(_LARGEST, int(_LARGEST_SHARE * shutil.disk_usage(existing).total))
 
 
 def _parse_size(text: str) -> int:
@@ -58,10 +59,6 @@ def _parse_size(text: str) -> int:
         raise ValueError(
             f"FORETELL_CACHE_LIMIT is {text!r}, which is no size; write for example 20G, or 0 for no cache"
         ) from None
-
-
-def _existing(folder: Path) -> Path:
-    return next(p for p in (folder, *folder.absolute().parents) if p.exists())
 
 
 @dataclass(frozen=True)

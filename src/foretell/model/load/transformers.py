@@ -341,12 +341,8 @@ def load_error(path: Path, error: Exception) -> ValueError:
             f"{path}: this model needs Python code from its checkpoint (auto_map in config.json), and foretell never "
             "runs code from a checkpoint; use a model whose architecture is part of transformers"
         )
-    return ValueError(f"{path}: transformers cannot load this model ({_reason(error)})")
-
-
-def _reason(error: Exception) -> str:
-    """The first line of the error's message, or the name of its class."""
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return ValueError(f"{path}: transformers cannot load this model ({reason})")
 
 
 def _check_trees(runner: HFRunner) -> None:

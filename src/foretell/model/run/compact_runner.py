@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from foretell.core.context import Context, ModelOutput
-from foretell.core.tree import TokenTree
+from foretell.core.tree import NodeMask, TokenTree
 from foretell.model.block.decoder import BlockRange
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
@@ -80,7 +80,7 @@ class CompactRunner(NetworkRunner):
         return self._forward_layers(rows, tree, slots, active, scored, hidden_layers)
 
     def _layout(
-        self, tree: TokenTree, rows: Sequence[int], length: Sequence[int], active: Bool[np.ndarray, "b n"]
+        self, tree: TokenTree, rows: Sequence[int], length: Sequence[int], active: NodeMask
     ) -> tuple[Layout, Int[np.ndarray, "b n"]]:
         layout, index = super()._layout(tree, rows, length, active)
         missing = np.array([self.missing.get(row, 0) for row in rows], np.int32).repeat(active.sum(1))

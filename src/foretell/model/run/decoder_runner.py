@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from foretell.core.context import ModelOutput
-from foretell.core.tree import TokenTree, TreeBounds, TreeSizes
+from foretell.core.tree import NodeMask, TokenTree, TreeBounds, TreeSizes
 from foretell.model.block.decoder import BlockRange
 from foretell.model.cache.layout import index_marked
 from foretell.model.kernels import DynamicTrees, NodeLimits
@@ -67,12 +67,7 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
 
     @torch.inference_mode()
     def forward_draft(
-        self,
-        network: Network,
-        rows: Sequence[int],
-        tree: TokenTree,
-        active: Bool[np.ndarray, "b n"],
-        scored: Bool[np.ndarray, "b n"],
+        self, network: Network, rows: Sequence[int], tree: TokenTree, active: NodeMask, scored: NodeMask
     ) -> ModelOutput:
         """Run nodes with another network over this cache; see `DraftsInCache.forward_draft`."""
         self._reserve(rows, tree.nodes)
@@ -87,11 +82,7 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
         return ModelOutput(logits, index_marked(scored & active), (), index)
 
     def _resume(
-        self,
-        rows: Sequence[int],
-        tree: TokenTree,
-        begun: Sequence[PartialPass],
-        scored: Bool[np.ndarray, "b n"],
+        self, rows: Sequence[int], tree: TokenTree, begun: Sequence[PartialPass], scored: NodeMask
     ) -> PartialPass:
         """The pass over a tree, as far as others have run it."""
         if len(begun) == 1 and begun[0].tree is tree and begun[0].rows == tuple(rows) and not begun[0].filled.any():
@@ -102,11 +93,7 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
         return resumed
 
     def _finish(
-        self,
-        begun: PartialPass,
-        active: Bool[np.ndarray, "b n"],
-        scored: Bool[np.ndarray, "b n"] | None,
-        hidden_layers: Sequence[int],
+        self, begun: PartialPass, active: NodeMask, scored: NodeMask | None, hidden_layers: Sequence[int]
     ) -> ModelOutput:
         """Run the layers that are left."""
         advanced = begun.advance(active & ~begun.filled, begun.layers)

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from foretell.core.context import ModelOutput
-from foretell.core.tree import TokenTree
+from foretell.core.tree import NodeMask, TokenTree
 from foretell.model.block.backend import Backend
 from foretell.model.block.decoder import BlockOutput, BlockRange, SkipSet
 from foretell.model.cache.base import Cache
@@ -76,8 +75,8 @@ class TreeNetwork(Protocol):
         rows: Sequence[int],
         length: Sequence[int],
         cache: Cache,
-        active: Bool[np.ndarray, "b n"],
-        scored: Bool[np.ndarray, "b n"],
+        active: NodeMask,
+        scored: NodeMask,
         hidden_layers: tuple[int, ...],
     ) -> ModelOutput:
         """Run the active nodes of a tree without probe embeddings; `length`: cached tokens per request. See

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from foretell.core.context import ModelOutput, count_experts
-from foretell.core.tree import TokenTree
+from foretell.core.tree import NodeMask, TokenTree
 from foretell.model.block.backend import Backend
 from foretell.model.block.decoder import BlockRange
 from foretell.model.cache.attention_sums import AttentionSums
@@ -56,8 +56,8 @@ class NetworkRunner(Runner, LimitsCache, ReadsImages):
         rows: Sequence[int],
         tree: TokenTree,
         length: Sequence[int],
-        active: Bool[np.ndarray, "b n"],
-        scored: Bool[np.ndarray, "b n"] | None,
+        active: NodeMask,
+        scored: NodeMask | None,
         hidden_layers: Sequence[int],
     ) -> ModelOutput:
         """`forward` by the parts of the network."""
@@ -71,7 +71,7 @@ class NetworkRunner(Runner, LimitsCache, ReadsImages):
         return replace(output, routes=routes) if routes else output
 
     def _layout(
-        self, tree: TokenTree, rows: Sequence[int], length: Sequence[int], active: Bool[np.ndarray, "b n"]
+        self, tree: TokenTree, rows: Sequence[int], length: Sequence[int], active: NodeMask
     ) -> tuple[Layout, Int[np.ndarray, "b n"]]:
         """The layout of the active nodes after the first `length` slots of their rows, and each node's index in it."""
         return Layout.from_tree(tree, rows, np.array(length), active)
@@ -80,8 +80,8 @@ class NetworkRunner(Runner, LimitsCache, ReadsImages):
         self,
         states: dict[int, Float[torch.Tensor, "t d"]],
         index: Int[np.ndarray, "b n"],
-        active: Bool[np.ndarray, "b n"],
-        scored: Bool[np.ndarray, "b n"] | None,
+        active: NodeMask,
+        scored: NodeMask | None,
         hidden_layers: Sequence[int],
         expert_counts: tuple[int, ...],
     ) -> ModelOutput:
@@ -172,7 +172,7 @@ class NetworkRunner(Runner, LimitsCache, ReadsImages):
         self._length += [0] * (max(rows) + 1 - len(self._length))
         self.cache.reserve(rows, [self.slots(row) + nodes for row in rows])
 
-    def _reserve_active(self, rows: Sequence[int], active: Bool[np.ndarray, "b n"]) -> None:
+    def _reserve_active(self, rows: Sequence[int], active: NodeMask) -> None:
         """Make room for the nodes of a pass: beside a prompt, the other rows take no room for as many as it has."""
         self._length += [0] * (max(rows) + 1 - len(self._length))
         last = (active.shape[1] - active[:, ::-1].argmax(1)) * active.any(1)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.core.tree import TokenTree
+from foretell.core.tree import NodeMask, TokenTree
 from foretell.model.block.decoder import BlockRange
 from foretell.model.cache.base import Cache
 from foretell.model.cache.layout import Layout
@@ -94,7 +94,7 @@ class PartialPass:
         self.depth: Int[np.ndarray, "b n"] = np.zeros(tree.token.shape, np.int64)
         """Layers that every node has passed."""
         self._skip_from, self._skip_to = self.layers, np.zeros(tree.token.shape, np.int64)
-        self.filled: Bool[np.ndarray, "b n"] = np.zeros(tree.token.shape, bool)
+        self.filled: NodeMask = np.zeros(tree.token.shape, bool)
         """Nodes whose keys and values of the layers above are copies; see `fill`."""
         self._states = torch.empty(*tree.token.shape, 0)
         self._previous = self._states[:, :0]
@@ -118,7 +118,7 @@ class PartialPass:
         self.tree = tree
 
     @torch.inference_mode()
-    def advance(self, wanted: Bool[np.ndarray, "b n"], layer: int) -> NodeStates:
+    def advance(self, wanted: NodeMask, layer: int) -> NodeStates:
         """Run the wanted nodes, and the ancestors that are behind, up to `layer` layers; outputs of the wanted ones.
 
         Nodes that have passed more layers keep theirs, and their own state is returned.
@@ -148,12 +148,12 @@ class PartialPass:
             self._keep(everything, self._embed(self.tree.token[everything], layout))
             self.depth = self._skip_to.copy()
 
-    def record(self, nodes: Bool[np.ndarray, "b n"], layer: int, states: Float[torch.Tensor, "k d"]) -> None:
+    def record(self, nodes: NodeMask, layer: int, states: Float[torch.Tensor, "k d"]) -> None:
         """Note that nodes have passed `layer` layers elsewhere, with their keys and values in this cache."""
         self._keep(nodes, states)
         self.depth[nodes] = layer
 
-    def states(self, nodes: Bool[np.ndarray, "b n"]) -> NodeStates:
+    def states(self, nodes: NodeMask) -> NodeStates:
         """The states of nodes after the layers that they have passed."""
         index = np.full(nodes.shape, -1)
         index[nodes] = np.arange(np.count_nonzero(nodes))
@@ -162,7 +162,7 @@ class PartialPass:
         return NodeStates(self._states[place], index, before)
 
     @torch.inference_mode()
-    def fill(self, nodes: Bool[np.ndarray, "b n"]) -> None:
+    def fill(self, nodes: NodeMask) -> None:
         """Give nodes the keys and values of all layers above theirs that their present state has there (CALM). They
         have no output of the last layer then.
         """
@@ -173,7 +173,7 @@ class PartialPass:
             self._network.write_keys(x, layout, self.cache, BlockRange(start, self.layers))
         self.filled |= nodes
 
-    def adopt(self, other: "PartialPass", unfilled: Bool[np.ndarray, "b n"]) -> None:
+    def adopt(self, other: "PartialPass", unfilled: NodeMask) -> None:
         """Take over what another pass has run of the same trees; nodes of `unfilled` that it has filled start anew.
 
         A node is the same if it has the same request, number, token and ancestors.
@@ -200,7 +200,7 @@ class PartialPass:
                 self._skip_from = other._skip_from
                 self._skip_to[i, :n] = np.where(same[:n], other._skip_to[mine, :n], 0)
 
-    def _run(self, nodes: Bool[np.ndarray, "b n"], blocks: BlockRange) -> None:
+    def _run(self, nodes: NodeMask, blocks: BlockRange) -> None:
         layout, _ = Layout.from_tree(self.tree, self.rows, self.length, nodes)
         place = self._mask(nodes)
         x = self._states[place] if blocks.first else self._embed(self.tree.token[nodes], layout)
@@ -217,18 +217,18 @@ class PartialPass:
         self.depth[nodes] = blocks.last
         self.expert_counts += output.expert_counts
 
-    def _keep(self, nodes: Bool[np.ndarray, "b n"], states: Float[torch.Tensor, "k d"]) -> None:
+    def _keep(self, nodes: NodeMask, states: Float[torch.Tensor, "k d"]) -> None:
         """Keep the states of nodes; the first ones say of which width and dtype all are."""
         if not self._states.shape[-1]:
             self._states = states.new_zeros(*self.tree.token.shape, states.shape[-1])
         self._states[self._mask(nodes)] = states
 
-    def _mask(self, nodes: Bool[np.ndarray, "b n"]) -> Bool[torch.Tensor, "b n"]:
+    def _mask(self, nodes: NodeMask) -> Bool[torch.Tensor, "b n"]:
         # A copy: trees share read-only masks, which torch does not take.
         return torch.from_numpy(nodes.copy()).to(self._states.device)
 
 
-def with_ancestors(tree: TokenTree, nodes: Bool[np.ndarray, "b n"]) -> Bool[np.ndarray, "b n"]:
+def with_ancestors(tree: TokenTree, nodes: NodeMask) -> NodeMask:
     """The marked nodes of a tree and their ancestors."""
     out = nodes.copy()
     for row, node in zip(*np.nonzero(nodes), strict=True):

@@ -11,10 +11,10 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from foretell.core.context import ModelOutput
-from foretell.core.tree import TokenTree, TreeBounds, TreeSizes
+from foretell.core.tree import NodeMask, TokenTree, TreeBounds, TreeSizes
 from foretell.model.block.backend import Backend
 from foretell.model.kernels import DynamicTrees, NodeLimits
 from foretell.model.kernels.dynamic_tree import NO_LIMITS, Noise
@@ -24,7 +24,7 @@ from foretell.model.run.partial_pass import PartialPass
 Interface = TypeVar("Interface")
 Rows: TypeAlias = Sequence[int]
 """Rows of the cache, one for each tree of a batch."""
-Marks: TypeAlias = Bool[np.ndarray, "b n"] | None
+Marks: TypeAlias = NodeMask | None
 """Some nodes of the trees of a batch; None: the default of the place."""
 Layers: TypeAlias = Sequence[int]
 """Layers whose hidden states are wanted."""
@@ -131,12 +131,7 @@ class DraftsInCache(ABC):
 
     @abstractmethod
     def forward_draft(
-        self,
-        network: Network,
-        rows: Sequence[int],
-        tree: TokenTree,
-        active: Bool[np.ndarray, "b n"],
-        scored: Bool[np.ndarray, "b n"],
+        self, network: Network, rows: Sequence[int], tree: TokenTree, active: NodeMask, scored: NodeMask
     ) -> ModelOutput:
         """Run the active nodes of a tree with another network that has keys and values of the same sizes, over the
         cache of this one. Their keys and values are drafts: the next `forward` of a tree with these nodes replaces

@@ -1,5 +1,6 @@
 """Figures as pictures; needs matplotlib (`pip install foretell[plot]`)."""
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from foretell.roofline.published import ComparedRow
 
 COLOURS = ("#2f6f8f", "#d9822b", "#5b8c3a", "#8b5aa8", "#b5403a", "#6b6f76")
 INK, MUTED = "#22303a", "#7b8791"
+_TERA = 1e-12
 
 
 def draw(figure: Figure, out: Path) -> None:
@@ -35,7 +37,7 @@ def write_picture(out: Path, title: str, note: str, paint: Callable[[Any], None]
     FigureCanvasAgg(canvas)
     paint(canvas)
     canvas.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
-    canvas.supxlabel(_wrapped(note), x=0.01, ha="left", fontsize=8.5, color=MUTED)
+    canvas.supxlabel(textwrap.fill(note, 130), x=0.01, ha="left", fontsize=8.5, color=MUTED)
     canvas.savefig(out)
 
 
@@ -71,16 +73,6 @@ def _published(canvas: Any, compared: Sequence[ComparedRow]) -> None:
     left.set_ylabel("predicted")
     right.set_yticks(range(len(groups), 0, -1), [g.replace("_", " ") for g in groups])
     right.set_xlabel("error of the prediction, %")
-
-
-def _wrapped(text: str, width: int = 130) -> str:
-    lines, line = [], ""
-    for word in text.split():
-        if len(line) + len(word) >= width:
-            lines.append(line)
-            line = ""
-        line = f"{line} {word}".strip()
-    return "\n".join([*lines, line])
 
 
 def _axes(canvas: Any, rows: int, columns: int) -> Any:
@@ -138,7 +130,7 @@ def ridge_points(records: Records) -> list[tuple[float, float]]:
     return ridges
 
 
-def _roofs(ax: Any, records: Records, unit: float = 1e-12, logarithmic: bool = False) -> None:
+def _roofs(ax: Any, records: Records, logarithmic: bool = False) -> None:
     """Rooflines with their turning points marked, widest first, so that coinciding slopes all show."""
     if logarithmic:
         ends = zip(_names(records, "line"), ridge_points(records), strict=True)
@@ -148,10 +140,10 @@ def _roofs(ax: Any, records: Records, unit: float = 1e-12, logarithmic: bool = F
             for name, (x, y) in ends
             for at in (1, x, most)
         ]
-    _curves(ax, records, "line", "intensity", "performance", unit, thinning=1.5)
+    _curves(ax, records, "line", "intensity", "performance", _TERA, thinning=1.5)
     for (x, y), colour in zip(ridge_points(records), COLOURS, strict=False):
-        ax.plot(x, y * unit, "o", color=colour, markersize=8, markeredgecolor="white", zorder=4)
-        ax.annotate(f"{x:.0f} OPs/byte", (x, y * unit), (7, -14), textcoords="offset points", fontsize=8.5, color=INK)
+        ax.plot(x, y * _TERA, "o", color=colour, markersize=8, markeredgecolor="white", zorder=4)
+        ax.annotate(f"{x:.0f} OPs/byte", (x, y * _TERA), (7, -14), textcoords="offset points", fontsize=8.5, color=INK)
     ax.set_xlabel("OPs per byte")
     ax.set_ylabel("TOP/s")
     if logarithmic:

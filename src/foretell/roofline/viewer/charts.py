@@ -92,7 +92,8 @@ def roofline(analyses: Sequence[Analysis], key: Callable[[OpCost], str]) -> dict
     """The roof of every analysis and a dot for each of its operations, both axes logarithmic; the first one is shown,
     the others are compared with it.
     """
-    dots = [_dot(c, key(c), i > 0) for i, a in enumerate(analyses) for c in a.op_costs if _is_shown(c)]
+    costs = [(c, i > 0) for i, a in enumerate(analyses) for c in a.op_costs]
+    dots = [_dot(c, key(c), other) for c, other in costs if scalar(c.cost.ops) > 0 and scalar(c.cost.bytes) > 0]
     roofs = [_roof(a) for a in analyses]
     lowest = min(min(d["x"] for d in dots), 0.5)
     highest = max(*(d["x"] for d in dots), *(12 * peak / bandwidth for bandwidth, peak in roofs))
@@ -105,10 +106,6 @@ def roofline(analyses: Sequence[Analysis], key: Callable[[OpCost], str]) -> dict
         "xticks": [[e, _tick(e)] for e in range(x0, x1 + 1)],
         "yticks": [[e, _tick(e)] for e in range(y0, math.floor(y1) + 1)],
     }  # fmt: skip
-
-
-def _is_shown(c: OpCost) -> bool:
-    return scalar(c.cost.ops) > 0 and scalar(c.cost.bytes) > 0
 
 
 def _dot(c: OpCost, key: str, other: bool) -> dict[str, Any]:

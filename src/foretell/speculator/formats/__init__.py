@@ -5,6 +5,7 @@ from pathlib import Path
 
 from foretell.speculator.formats import (
     dflash,
+    dflash_export,
     draft_model,
     eagle,
     eagle_export,
@@ -39,8 +40,8 @@ EXPORTS: Sequence[ExportFormat] = (
     eagle_export.TO_EAGLE3,
     eagle_export.TO_EAGLE1,
     p_eagle.TO_SPECULATORS,
-    dflash.TO_AUTHORS,
-    dflash.TO_SPECULATORS,
+    dflash_export.TO_AUTHORS,
+    dflash_export.TO_SPECULATORS,
     medusa.TO_VLLM,
     mlp.TO_VLLM,
     redrafter.TO_AUTHORS,

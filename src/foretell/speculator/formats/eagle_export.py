@@ -11,11 +11,11 @@ from foretell.speculator.formats.base import (
     ExportFormat,
     Verifier,
     dtype_name,
-    refuse_parts,
     rope_config,
     write_checkpoint,
 )
 from foretell.speculator.formats.eagle import FLAGS, tensor_sources
+from foretell.speculator.formats.layers import refuse_parts_of_layers
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import CachedLayersConfig
 from foretell.speculator.network.dflash import DFlash
@@ -36,14 +36,11 @@ def weights(network: EagleNetwork, always_embedding: bool = False) -> dict[str, 
         out |= dict(zip(part.names, state[ours].split(part.rows), strict=True))
     every = torch.arange(network.target_info.vocab, device=out["fc.weight"].device)
     embedding = network.embed(every)
-    if always_embedding or network.embedding is not None or not _is_a_copy(network, embedding):
+    # Where there is none, other engines use the target's, unscaled.
+    is_target_s = torch.equal(embedding, network.get_buffer("_embedding").to(embedding.dtype))
+    if always_embedding or network.embedding is not None or not is_target_s:
         out["embed_tokens.weight"] = embedding
     return out
-
-
-def _is_a_copy(network: EagleNetwork, embedding: torch.Tensor) -> bool:
-    """Whether the embedding is the target's, unscaled, which other engines use if there is none."""
-    return torch.equal(embedding, network.get_buffer("_embedding").to(embedding.dtype))
 
 
 def vocabulary(network: Speculator, always_maps: bool) -> dict[str, torch.Tensor]:
@@ -134,9 +131,8 @@ def check_exported(network: EagleNetwork, format_name: str) -> None:
         ("the target's state after its final norm", eagle3 and most in c.recorded_layers, hidden_layers),
         ("a reduced vocabulary", not eagle3 and c.draft_vocab is not None, " (--draft-vocab 0)"),
         ("an output matrix of its own", not eagle3 and c.own_head, ""),
-        ("attention sinks", bool(c.sink_layers), ""),
     )
-    refuse_parts(network, format_name, unsupported)
+    refuse_parts_of_layers(network, format_name, unsupported)
 
 
 def library_frame(verifier: Verifier, kind: str, architecture: str, proposed: int) -> dict[str, Any]:

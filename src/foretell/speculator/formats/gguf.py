@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from foretell.model.config.families.base import GGUF_NAMES
 from foretell.model.config.model import RopeConfig
 from foretell.model.load.assistant import GGUF_KIND
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_header import GGUFHeader, holds_prediction_alone
-from foretell.speculator.formats import dflash, eagle_export
+from foretell.speculator.formats import dflash_export, eagle_export
 from foretell.speculator.formats.base import ExportFormat, Verifier
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.network.base import Speculator
@@ -28,15 +29,10 @@ _OFFSETS = "d2t"
 """Target tokens of a draft vocabulary; in published checkpoints less the index of each."""
 _I64 = 27
 _OF_LAYERS = {
-    "attn_norm.weight": "input_layernorm.weight", "attn_norm_2.weight": "hidden_norm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight", "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight", "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight", "attn_q_norm.weight": "self_attn.q_norm.weight",
-    "attn_k_norm.weight": "self_attn.k_norm.weight", "attn_sinks.weight": "self_attn.attention_sink_bias",
-    "ffn_gate.weight": "mlp.gate_proj.weight", "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight", "attn_conv_base": "attention_conv.base_kernel",
-    "attn_conv_proj.weight": "attention_conv.kernel_projection.weight", "ffn_conv_base": "mlp_conv.base_kernel",
-    "ffn_conv_proj.weight": "mlp_conv.kernel_projection.weight",
+    **{f"{i}.weight": f"{name}.weight" for name, i in GGUF_NAMES.items() if not i.endswith(("_exps", "_inp"))},
+    "attn_norm_2.weight": "hidden_norm.weight", "attn_sinks.weight": "self_attn.attention_sink_bias",
+    "attn_conv_base": "attention_conv.base_kernel", "attn_conv_proj.weight": "attention_conv.kernel_projection.weight",
+    "ffn_conv_base": "mlp_conv.base_kernel", "ffn_conv_proj.weight": "mlp_conv.kernel_projection.weight",
 }  # fmt: skip
 _OTHERS = {
     "fc.weight": "fc.weight", "output_norm.weight": "norm.weight", "enc.output_norm.weight": "hidden_norm.weight",
@@ -172,20 +168,20 @@ def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None
 
 def _write_dflash(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, DFlash)
-    dflash.check_exported(network, "gguf")
+    dflash_export.check_exported(network, "gguf")
     c, mask = network.config, eagle_export.mask_token(network)
     _refuse(
         ("a confidence head", c.confidence),
         ("a window within which a slot sees no later slots", c.window_causal),
     )
-    of_head = dflash.head_keys(c)
+    of_head = dflash_export.head_keys(c)
     keys = {key: of_head[published] for key, published in _OPTIONS.items() if published in of_head}
     keys |= {"block_size": c.block_size, "target_layers": list(c.recorded_layers)}
     keys |= {"sample_from_anchor": c.predicts_from_anchor}
     if c.window:
         pattern = [c.window_of(i) > 0 for i in range(c.layers)]
         keys |= {"attention.sliding_window": c.window, "attention.sliding_window_pattern": pattern}
-    _write(folder, _DFLASH, c, keys, dflash.published_tensors(network, mask), verifier, (0, 0), mask)
+    _write(folder, _DFLASH, c, keys, dflash_export.published_tensors(network, mask), verifier, (0, 0), mask)
 
 
 def _refuse(*parts: tuple[str, bool]) -> None:

@@ -12,10 +12,16 @@ from foretell.model.config.families.base import read_layer_types
 from foretell.model.config.model import ModelConfig, RopeConfig
 from foretell.model.config.readers.hf import from_hf
 from foretell.speculator.config_file import CONFIG
-from foretell.speculator.formats.base import ConvertedCheckpoint, is_copy, refuse_other_tensors, target_rows
+from foretell.speculator.formats.base import (
+    ConvertedCheckpoint,
+    is_copy,
+    refuse_other_tensors,
+    refuse_parts,
+    target_rows,
+)
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.network.base import TargetInfo
-from foretell.speculator.network.cached_layers import CachedLayersConfig
+from foretell.speculator.network.cached_layers import CachedLayersConfig, CachedLayersNetwork
 from foretell.utils.validation import Fields, show
 
 _OTHER_TENSORS = ("rotary_emb", "verifier_lm_head", "verifier_norm", "t2d", "d2t", "lm_head", "embed_tokens", "dummy")
@@ -49,7 +55,7 @@ def layer_sources(c: CachedLayersConfig, layer: int, fusing: bool, normed: bool)
     """The published tensors of a layer."""
     at = f"layers.{layer}."
     out = {f"{at}hidden_norm.weight": TensorSource((f"{at}hidden_norm.weight",), (c.target.hidden,))} if fusing else {}
-    for place in places_of(c.layer_config_of(layer), layer):
+    for place in places_of(c.decoder_config, layer):
         name = ours = place.name.removeprefix("model.")
         (rows, *rest), linear = place.shape, place.path.removesuffix(".bias")
         if name == f"{at}input_layernorm.weight" and not normed:
@@ -148,6 +154,21 @@ def check_mask_token_read(files: PublishedCheckpoint, token: int, target: Target
             f"{files.folder / CONFIG}: its mask token is {token}, and the target has {target.vocab} tokens; the "
             "checkpoint is for another tokenizer, or the target lacks a token that was added for it"
         )
+
+
+def refuse_parts_of_layers(
+    network: CachedLayersNetwork,
+    format_name: str,
+    parts: Sequence[tuple[str, bool, str]],
+    has_sink_bias: bool = False,
+) -> None:
+    """As `refuse_parts`; `has_sink_bias`: the format has a place for the sinks of attention.
+
+    Raises:
+        ValueError: the network has a part that the format does not support.
+    """
+    sinks = bool(network.config.sink_layers) and not has_sink_bias
+    refuse_parts(network, format_name, (*parts, ("attention sinks", sinks, "")))
 
 
 class OwnTensors(NamedTuple):

@@ -15,10 +15,6 @@ from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.masked_diffusion import MaskedDiffusionConfig
 
 
-def _matches(files: PublishedCheckpoint) -> bool:
-    return is_diffusion(files.config)
-
-
 def _read(files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead) -> ConvertedCheckpoint:
     """The model with its own embedding and head."""
     read = read_diffusion(files.config, str(files.folder / CONFIG))
@@ -42,4 +38,4 @@ def _read(files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: Em
     return ConvertedCheckpoint(config, tensors)
 
 
-PUBLISHED = CheckpointFormat("masked diffusion", _matches, _read)
+PUBLISHED = CheckpointFormat("masked diffusion", lambda files: is_diffusion(files.config), _read)

@@ -1,7 +1,6 @@
 """Speculators made of decoder layers with a key-value cache of their own: their configuration and what they share."""
 
 from abc import abstractmethod
-from dataclasses import replace
 from typing import Self
 
 import torch
@@ -65,8 +64,8 @@ class CachedLayersConfig(SpeculatorConfig):
         return self.window if layer in self.window_layers else 0
 
     def layer_config_of(self, layer: int) -> ModelConfig:
-        """Sizes and parts of one layer."""
-        return replace(self.decoder_config, sinks=layer in self.sink_layers)
+        """One layer as a decoder's configuration."""
+        return self.decoder_config.of_layers([layer])
 
     @property
     def decoder_config(self) -> ModelConfig:
@@ -87,7 +86,7 @@ class CachedLayersConfig(SpeculatorConfig):
             qk_norm=self.qk_norm,
             window=self.window,
             window_layers=self.window_layers,
-            sinks=bool(self.sink_layers),
+            sink_layers=self.sink_layers,
         )
 
 

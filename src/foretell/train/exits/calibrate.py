@@ -197,7 +197,8 @@ def choose_exits(
     for size in range(1, min(settings.most_exits, len(known)) + 1):
         for which in combinations(range(len(known)), size):
             layers = tuple(known[i] for i in which)
-            rules = [_rule(tuple(tables[i][n] for i in which), settings) for n in range(len(LEVELS))]
+            thresholds = (tuple(tables[i][n] for i in which) for n in range(len(LEVELS)))
+            rules = [ExitRule(settings.measure, each, settings.decay, settings.horizon) for each in thresholds]
             cost = 1.0
             for rule in rules:
                 if np.mean([_loss(a, layers, exits, rule, settings) for a in answers]) > 0.8 * settings.disagreement:
@@ -207,10 +208,6 @@ def choose_exits(
             if cost < best[0] or not best[2]:
                 best = cost, layers, rules
     return best[1], best[2]
-
-
-def _rule(thresholds: tuple[float, ...], settings: CalibrationSettings) -> ExitRule:
-    return ExitRule(settings.measure, thresholds, settings.decay, settings.horizon)
 
 
 def _thresholds(answers: Sequence[AnswerExits], exit_: int) -> list[float]:

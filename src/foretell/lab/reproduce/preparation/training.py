@@ -3,7 +3,7 @@
 import gc
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -121,7 +121,7 @@ class TrainedSpeculator:
     def _training_settings(self, data: Path, out: Path) -> TrainingSettings:
         plan, options = self._plan, dict(self._plan.options)
         if "hidden_layers" in options:
-            options["hidden_layers"] = _list(fused_layers(self.model.config.layers))
+            options["hidden_layers"] = ",".join(map(str, fused_layers(self.model.config.layers)))
         if "layers" in options:
             options["layers"] = str(min(int(options["layers"]), self.model.config.layers))
         return TrainingSettings(
@@ -143,7 +143,3 @@ class TrainedSpeculator:
             options=options,
             cache_gib=_CACHE_GIB,
         )
-
-
-def _list(layers: Sequence[int]) -> str:
-    return ",".join(map(str, layers))

@@ -173,13 +173,10 @@ def gguf_experts(read: Fields, layers: int) -> MoEConfig:
     )
 
 
-def gguf_routed_experts(
-    read: Fields, chosen: tuple[int, ...], tensors: Collection[str], scoring: int, shared: int = 0
-) -> MoEConfig:
+def gguf_routed_experts(read: Fields, chosen: tuple[int, ...], tensors: Collection[str], scoring: int) -> MoEConfig:
     """Experts of the `chosen` layers beside shared ones, as llama.cpp reads them.
 
-    `scoring`: where the file does not say it, `GGUF_SOFTMAX` or `GGUF_SIGMOID`; `shared`: width of the shared network
-    where the file does not say how many experts it stands for.
+    `scoring`: where the file does not say it, `GGUF_SOFTMAX` or `GGUF_SIGMOID`.
 
     Raises:
         ValueError: another scoring.
@@ -191,7 +188,7 @@ def gguf_routed_experts(
     return replace(
         whole,
         layers=chosen,
-        shared_ffn=own or read.integer("expert_shared_count", default=0) * whole.ffn or shared,
+        shared_ffn=own or read.integer("expert_shared_count", default=0) * whole.ffn,
         renormalize=read.flag("expert_weights_norm", default=False),
         scoring="softmax" if softmax else "sigmoid",
         selection_bias=any(name.endswith(".exp_probs_b.bias") for name in tensors),

@@ -10,10 +10,6 @@ from foretell.model.config.families.exaone4 import unrotated_without_window
 from foretell.utils.validation import Fields
 
 
-def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
-    return windowed(read, layers, lambda: window_pattern(read, layers, 4))
-
-
 def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
     windows = gguf_windows(read, values["layers"], 4)
     return {**windows, **unrotated_without_window({**values, **windows}), "logit_scale": read.positive("logit_scale")}
@@ -34,7 +30,7 @@ COHERE2 = Family(
     gguf_kinds={"cohere2": "cohere2", "command-r": "cohere"},
     prepare_gguf=lambda raw: {"attention.layer_norm_rms_epsilon": raw.get(_EPS), **raw},
     read_gguf=_read_gguf,
-    read_windows=_windows,
+    read_windows=lambda read, kind, layers: windowed(read, layers, lambda: window_pattern(read, layers, 4)),
     read_further=lambda read, kind, values: {
         **unrotated_without_window(values),
         "norm_eps": read.number("layer_norm_eps", least=0),

@@ -16,11 +16,11 @@ def _experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
 
 
 def _activation(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The activation, whose constants are fixed here."""
+    """The activation, whose constants are fixed here, and what all layers have."""
     for name, known in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
         if read.number(name) != known:
             raise read.wrong(name, f"{known}: no other value is supported", read.raw[name])
-    return {"activation": "clamped_swiglu"}
+    return {"activation": "clamped_swiglu", "sink_layers": tuple(range(values["layers"]))}
 
 
 def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
@@ -30,6 +30,7 @@ def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Coll
         "qkv_bias": True,
         "output_bias": True,
         "activation": "clamped_swiglu",
+        "sink_layers": tuple(range(layers)),
         "rope": replace(values["rope"], truncate=False),
         "experts": replace(gguf_experts(read, layers), router_bias=True, bias=True),
     }
@@ -44,13 +45,7 @@ _GPT_OSS: Mapping[str, Any] = {
     "attention_bias": True, "swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT,
 }  # fmt: skip
 GPT_OSS = Family(
-    kinds={
-        "gpt_oss": Kind(
-            settings={"sinks": True},
-            defaults=_GPT_OSS,
-            optional_bias=True,
-        )
-    },
+    kinds={"gpt_oss": Kind(defaults=_GPT_OSS, optional_bias=True)},
     names={"mlp.gate": "mlp.router"},
     expert_storage="alternating",
     gguf_kinds={"gpt-oss": "gpt_oss"},

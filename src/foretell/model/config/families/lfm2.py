@@ -38,10 +38,6 @@ def _state(read: Fields, kind: str, layers: int) -> ShortConvConfig:
     )
 
 
-def _further(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"tied": read.flag("tie_embedding", "tie_word_embeddings", default=True)}
-
-
 def _experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
     if kind == "lfm2":
         return None
@@ -134,5 +130,5 @@ LFM2 = Family(
     read_windows=no_windows,
     read_experts=_experts,
     read_state=_state,
-    read_further=_further,
+    read_further=lambda read, kind, values: {"tied": read.flag("tie_embedding", "tie_word_embeddings", default=True)},
 )
