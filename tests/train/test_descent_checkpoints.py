@@ -24,7 +24,7 @@ def command(kind: str, path: Path, out: str) -> list[str | Path]:
         return ["train", "free", tiny_target(), "--layer", "1", "--data", shared(), "--batch-tokens", "64", *few]
     if kind == "phrases":
         return ["phrases", "train", "--text", text, "--model", tiny_target(), "--tokens", "3000", *few]
-    sizes = ["--layers", "2", "--hidden", "64", "--ffn", "128", "--vocab", "300", "--text", text]
+    sizes: list[str | Path] = ["--layers", "2", "--hidden", "64", "--ffn", "128", "--vocab", "300", "--text", text]
     drawn = ["--widths", "0.5,1", "--layer-dropout", "0.4", "--exit-loss", "linear", "--rotate", "2"]
     return ["train", "decoder", *sizes, *drawn, "--sequence", "16", "--batch-tokens", "64", *few]
 

@@ -2,6 +2,7 @@
 
 import runpy
 from itertools import pairwise
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +91,17 @@ def test_equal_runs_alone_have_equal_hashes() -> None:
 
 def log_sum_of_cuts(table: PhraseTable, query: torch.Tensor, text: list[int], own: torch.Tensor) -> float:
     """The log-probability of a text, cut by cut."""
-    total = 0.0
+    total, phrases = 0.0, [spans(table, q) for q in query]
+    totals = [1 + sum(exp(s) for _, s in scored) for scored in phrases]
     for choice in range(2 ** (len(text) - 1)):
         ends = [0, *(i + 1 for i in range(len(text) - 1) if choice >> i & 1), len(text)]
         product = 1.0
         for begin, end in pairwise(ends):
-            scored = spans(table, query[begin])
-            sum_ = 1 + sum(float(torch.tensor(s).exp()) for _, s in scored)
-            same = [s for p, s in scored if p == tuple(text[begin:end])]
-            weights = torch.tensor([float(own[begin])] if end - begin == 1 else same)
-            product *= float(weights.exp().sum()) / sum_
+            same = [s for p, s in phrases[begin] if p == tuple(text[begin:end])]
+            weights = [float(own[begin])] if end - begin == 1 else same
+            product *= sum(map(exp, weights)) / totals[begin]
         total += product
-    return float(torch.tensor(total).log())
+    return log(total)
 
 
 def test_the_likelihood_is_the_sum_over_all_cuts() -> None:
@@ -154,9 +154,9 @@ def test_the_probabilities_of_choices_sum_to_one(model: Model) -> None:
     assert len(choices) == len(logs) + len({tuple(t) for t in phrases.tokens})
 
 
-def corpus_of(model: Model) -> tuple[Corpus, list[list[int]]]:
+def corpus_of(model: Model, length: int = 64) -> tuple[Corpus, list[list[int]]]:
     """Pieces of three fables, each begun elsewhere: what follows is found in pieces of the same fable."""
-    pieces = [model.codec.encode((text * 4)[i : i + PIECE]) for i in range(0, 40, 4) for text in FABLES]
+    pieces = [model.codec.encode((text * 4)[i : i + length]) for i in range(0, 40, 4) for text in FABLES]
     return encode(pieces, States(model)), pieces
 
 
@@ -164,7 +164,7 @@ def test_training_finds_the_phrases_that_come_next(model: Model) -> None:
     corpus, pieces = corpus_of(model)
     losses = list[float]()
     related = Related(pieces[3:], model.config.vocab)
-    encoders = train(corpus[list(range(3, 30))], pieces[3:], related, 60, 0, lambda _, loss: losses.append(loss))
+    encoders = train(corpus[list(range(3, 30))], pieces[3:], related, 40, 0, lambda _, loss: losses.append(loss))
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
     # A piece of no training: phrases of its own fable are likelier than those of the others in their places.
     states = States(model)
@@ -179,8 +179,6 @@ def test_training_finds_the_phrases_that_come_next(model: Model) -> None:
         phrase, token = phrase_log_probabilities(one, query, rest)
         logs.append(float(log_likelihood(phrase, token + own)) / len(rest))
     assert logs[0] > logs[1] + 0.3 and logs[0] > -4.0
-    again = train(corpus[list(range(3, 30))], pieces[3:], related, 60, 0, lambda *_: None)
-    assert torch.equal(again.query.weight, encoders.query.weight)
 
 
 def test_no_text_of_a_batch_is_a_document_of_it(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,12 +199,12 @@ def test_no_text_of_a_batch_is_a_document_of_it(model: Model, monkeypatch: pytes
 
 def test_the_loss_is_that_of_all_cuts_of_all_texts(model: Model) -> None:
     """Against the sum cut by cut, of a long text and of one that is shorter than the longest phrase."""
-    pieces = [model.codec.encode(text) for text in ("the old dog", "a fox")]
-    corpus = encode([*pieces, model.codec.encode("a fox and the old, old dog")], States(model))
+    pieces = [model.codec.encode(text) for text in ("old dog", "a fox")]
+    corpus = encode([*pieces, model.codec.encode("a fox, old dog")], States(model))
     encoders = PhraseEncoders(model.config.hidden).eval().requires_grad_(False)
     encoders.bias.bias.fill_(-1)
     table, total = encoders.encode_phrases(corpus[[2]]), 0.0
-    short = PhraseTable(table.tokens[:, :26], table.start[:, :26], table.end[:, :26])
+    short = PhraseTable(table.tokens[:, :14], table.start[:, :14], table.end[:, :14])
     for row, piece in enumerate(pieces):
         query, own = encoders.encode_prefixes(corpus.before[row, : len(piece)]), corpus.own[row]
         total += log_sum_of_cuts(short, query, piece, own)
