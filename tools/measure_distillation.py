@@ -86,7 +86,7 @@ def train(model: Model, data: Path, out: Path, options: dict[str, str], args: ar
     settings = TrainingSettings(
         recipe="draft_model", model=model.name, data=(DatasetWeight(folder=str(data)),), out=str(out),
         steps=args.steps, batch_tokens=args.batch_tokens, sequence=256, lr=args.lr, warmup=4, seed=args.seed,
-        measure_every=0, measure_prompts=2, measure_tokens=8, init_from="draft_model",
+        measure_every=0, measure_prompts=2, measure_tokens=8, init_from="draft_model", precision=args.precision,
         options={"blocks": ",".join(map(str, network.config.blocks)), **options},
     )  # fmt: skip
     job = prepare(settings, model, find_recipe(settings))
@@ -212,6 +212,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch-tokens", type=int, default=512)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--precision", default="bf16", help="bf16, or no: float32, faster without bfloat16 units")
     parser.add_argument("--online-lr", type=float, default=3e-4)
     parser.add_argument("--served", type=int, default=30, help="requests of a topic that are served before the next")
     parser.add_argument("--draft-model", type=Path, help="one that learns while it serves")

@@ -15,11 +15,17 @@ from typing import Annotated
 
 import torch
 import typer
-from jaxtyping import Float, Int
 
 from foretell.cli.setup import load_model
-from foretell.lab.phrases.encoders import PhraseEncoders, Phrases, PhraseTable, generate, log_total
-from foretell.lab.phrases.index import LENGTHS, Related, States, encode, hashes, read_pieces
+from foretell.lab.phrases.encoders import (
+    PhraseEncoders,
+    Phrases,
+    PhraseTable,
+    generate,
+    log_likelihood,
+    phrase_log_probabilities,
+)
+from foretell.lab.phrases.index import Related, States, encode, read_pieces
 
 PROMPT = 32
 """Tokens that begin a text."""
@@ -35,34 +41,6 @@ def repetition(text: str, n: int) -> float:
 def diversity(text: str) -> float:
     """The product of `1 - rep-n` for n from 2 to 4."""
     return (1 - repetition(text, 2)) * (1 - repetition(text, 3)) * (1 - repetition(text, 4))
-
-
-def phrase_log_probabilities(
-    table: PhraseTable, query: Float[torch.Tensor, "q h"], text: Int[torch.Tensor, " q"]
-) -> tuple[Float[torch.Tensor, "q l"], Float[torch.Tensor, " q"]]:
-    """For a query before each token of a text: the log-probability that a phrase of each length is copied that goes on
-    as the text does, wherever it stands, and that a token of the model comes.
-    """
-    scores = table.scores(query)
-    total, out = log_total(scores), torch.full((len(query), len(LENGTHS)), float("-inf"))
-    for i, (length, score) in enumerate(zip(LENGTHS, scores, strict=True)):
-        if length <= len(text):
-            right = table.copies(hashes(text, length), length)
-            out[: len(right), i] = score[: len(right)].masked_fill(~right, float("-inf")).logsumexp(-1)
-    return out - total[:, None], -total
-
-
-def log_likelihood(phrase: Float[torch.Tensor, "q l"], token: Float[torch.Tensor, " q"]) -> float:
-    """The log-probability of a text over all ways to cut it, from those of a phrase of each of `LENGTHS` and of the
-    token itself at its places.
-    """
-    reached = torch.full((len(token) + 1,), float("-inf"), dtype=torch.float64)
-    reached[0] = 0
-    for at in range(len(token)):
-        for length, log in ((1, token[at]), *zip(LENGTHS, phrase[at], strict=True)):
-            if at + length <= len(token):
-                reached[at + length] = torch.logaddexp(reached[at + length], reached[at] + log.double())
-    return float(reached[-1])
 
 
 def held_out(
@@ -84,7 +62,7 @@ def held_out(
         values = [float(own.sum())]
         for one in (table, other):
             phrase, token = phrase_log_probabilities(one, query, rest)
-            values.append(log_likelihood(phrase, token + own))
+            values.append(float(log_likelihood(phrase, token + own)))
         sums = {name: sums[name] + value for name, value in zip(names, values, strict=True)}
         ratios.append((values[0] - values[1]) / len(rest))
         count += len(rest)

@@ -20,6 +20,11 @@ def refuse_unused(ctx: typer.Context | None, parameters: Collection[str], reason
         raise ValueError(f"{', '.join(given)} would have no effect: {reason}; leave {pronoun} out")
 
 
+def all_options(ctx: typer.Context, but: Collection[str]) -> dict[str, object]:
+    """The values of all options and arguments of a command, defaults too, by their names; `but`: those left out."""
+    return {p.opts[0]: ctx.params[p.name] for p in ctx.command.params if p.name in ctx.params and p.name not in but}
+
+
 def is_given(ctx: typer.Context, parameter: str) -> bool:
     """Whether the command line gives this parameter, even if with its default value."""
     source = ctx.get_parameter_source(parameter)

@@ -98,6 +98,7 @@ AllowSpecialTokens = Annotated[
     bool,
     typer.Option("--allow-special-tokens", help="Encode the text of a special token in a message as that token."),
 ]
+SaveMinutes = Annotated[float, typer.Option(metavar="M", min=0, help="Minutes between checkpoints.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AnswersSet = Annotated[
     Path | None,

@@ -5,14 +5,19 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
 from foretell.cli import options
+from foretell.cli.given import all_options
+from foretell.cli.interrupt import Interrupt
 from foretell.cli.setup import load_model
 from foretell.lab.phrases.encoders import PhraseEncoders, Phrases, generate, train
 from foretell.lab.phrases.index import Related, States, encode, read_pieces
 from foretell.speculator.checkpoint import write_weights
+from foretell.train.exits.checkpoints import Checkpoints, digest
+from foretell.train.loop.checkpoint import FOLDER
 from foretell.train.loop.model_card import CARD
 from foretell.utils.paths import require_empty
 from foretell.utils.unfinished import whole
@@ -25,20 +30,27 @@ Tokens = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of --text 
 
 @app.command("train")
 def train_command(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the encoders to write.")],
+    ctx: typer.Context,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the encoders; training resumes in it.")],
     text: Text,
     model: options.Model = options.DEFAULT_MODEL,
     tokens: Tokens = 64_000,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Gradient steps.")] = 400,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of weights and batches.")] = 0,
+    save_minutes: options.SaveMinutes = 10.0,
 ) -> None:
     """Train the prefix and the phrase encoder on states of a frozen model; every tenth piece of the texts is held out.
+    The same command resumes an interrupted training.
 
     foretell phrases train --text articles --out phrases
     """
-    require_empty(out)
+    require_empty(out, besides=FOLDER)
     target, losses = load_model(model), list[float]()
     pieces, _ = read_pieces(text, target, tokens)
+    training = all_options(ctx, but=("out", "save_minutes")) | {
+        "the text": digest(torch.tensor([token for piece in pieces for token in piece])),
+        "the model": target.checkpoint.fingerprint(),
+    }
     with Console(file=sys.stderr).status("reading the texts") as status, whole(out) as part:
 
         def report(step: int, loss: float) -> None:
@@ -46,7 +58,10 @@ def train_command(
             status.update(f"step {step} of {steps}, loss {loss:.3f}")
 
         related = Related(pieces, target.config.vocab)
-        encoders = train(encode(pieces, States(target)), pieces, related, steps, seed, report)
+        corpus = encode(pieces, States(target))
+        with Interrupt() as interrupt:
+            checkpoints = Checkpoints(out, training, save_minutes, lambda: interrupt.requested)
+            encoders = train(corpus, pieces, related, steps, seed, report, checkpoints)
         part.mkdir()
         write_weights(part, {name: t.detach().clone() for name, t in encoders.state_dict().items()})
         last = sum(losses[-20:]) / len(losses[-20:])

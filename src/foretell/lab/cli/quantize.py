@@ -120,15 +120,16 @@ def block_progress(console: Console, layers: int, what: str) -> Callable[[int], 
     return report
 
 
-def check_output(out: Path, force: bool) -> None:
-    """Refuse an output that exists, unless it is replaced.
+def check_output(out: Path, force: bool, besides: str = "") -> None:
+    """Refuse an output that exists, unless it is replaced. `besides`: a name that may be in it, of what an interrupted
+    run left there.
 
     Raises:
         ValueError: it exists, or its directory does not.
     """
     if not out.parent.is_dir():
         raise ValueError(f"{out.parent}: no such directory; make it, or write elsewhere")
-    if not out.exists():
+    if not out.exists() or (besides and out.is_dir() and all(path.name == besides for path in out.iterdir())):
         return
     if not force:
         raise ValueError(f"{out}: exists already; name another output, or replace it with --force")

@@ -1,5 +1,6 @@
 """`foretell train decoder`: a small model from random numbers, trained to leave early or to be nested."""
 
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +13,8 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from foretell.cli import options
-from foretell.cli.given import refuse_unused
+from foretell.cli.given import all_options, refuse_unused
+from foretell.cli.interrupt import Interrupt
 from foretell.lab.cli.quantize import Force, check_output
 from foretell.lab.reproduce.lab import library_sources
 from foretell.load import load, open_checkpoint
@@ -26,6 +28,7 @@ from foretell.retrieval.corpus import find_files, read_documents, tokenize_docum
 from foretell.speculator.hf_writer import write_hf
 from foretell.speculator.network.exits import Exits
 from foretell.tokenizer.codec import TextCodec
+from foretell.train.exits.checkpoints import Checkpoints, digest
 from foretell.train.exits.depth_quality import DepthQuality, depth_quality
 from foretell.train.exits.from_start import (
     FromStartSettings,
@@ -36,6 +39,8 @@ from foretell.train.exits.from_start import (
     schedule,
     train_from_start,
 )
+from foretell.train.loop.checkpoint import FOLDER
+from foretell.train.loop.model_card import CARD
 from foretell.utils.unfinished import whole
 
 _HEAD, _CONTEXT, _END = 32, 1024, "<|endoftext|>"
@@ -49,7 +54,7 @@ _HELD_PIECES = 64
 @options.with_settings(FromStartSettings(), only=_OPTIONS)
 def decoder(
     ctx: typer.Context,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="A directory in safetensors to write.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="A directory in safetensors; training resumes in it.")],
     text: Annotated[
         list[Path] | None,
         typer.Option(metavar="PATH", help="Text to learn, a tenth held out; repeatable. Default: Python's library."),
@@ -72,9 +77,11 @@ def decoder(
         str, typer.Option(metavar="LIST", help="Shares of the neurons, of which a step draws one: 0.125,0.25,0.5,1.")
     ] = "1",
     settings: options.Settings = options.NO_SETTINGS,
+    save_minutes: options.SaveMinutes = 10.0,
     force: Force = False,
 ) -> None:
-    """Train a small model from random numbers with exits, layer dropout or nested widths, and measure it by depth.
+    """Train a small model from random numbers with exits, layer dropout or nested widths, and measure it by depth; the
+    same command resumes an interrupted training.
 
     foretell train decoder --exit-loss layerskip --rotate 4 --layer-dropout 0.1 --out small
 
@@ -86,7 +93,7 @@ def decoder(
     if choose is not None and (not start or settings["depth"] != "all" or settings["exit_loss"] != "none"):
         raise ValueError("--choose: the exits choose the layers of a trained model; give --from alone with it")
     console = Console(file=sys.stderr)
-    check_output(out, force)
+    check_output(out, force, besides=FOLDER)
     asked = FromStartSettings(**settings, widths=_parse_widths(widths))
     learned, held = _texts(text)
     model, codec = _open(start) if start else _create(learned, layers, hidden, ffn, vocab, activation, asked.seed)
@@ -95,19 +102,26 @@ def decoder(
         stream, other = _tokens(learned, codec), _tokens(held, codec)
         pieces = other[: len(other) // asked.sequence * asked.sequence].view(-1, asked.sequence)
         pieces = pieces[:: max(1, len(pieces) // _HELD_PIECES)][:_HELD_PIECES]
+        training = all_options(ctx, but=("out", "save_minutes", "force")) | {"the text": digest(stream)}
         before = _chosen_depth(model, pieces, asked, leave)
-        train_from_start(
-            model, stream, asked, leave, lambda n, loss: status.update(f"step {n} of {asked.steps}, loss {loss:.3f}")
-        )
-        with whole(out) as part:
-            write_hf(part, model, codec, torch.float32)
+        with Interrupt() as interrupt:
+            train_from_start(
+                model, stream, asked, leave,
+                lambda n, loss: status.update(f"step {n} of {asked.steps}, loss {loss:.3f}"),
+                checkpoints=Checkpoints(out, training, save_minutes, lambda: interrupt.requested),
+            )  # fmt: skip
         status.update("measuring")
         parts = [FirstNeurons(prefix_size(width, model.config.ffn)) for width in sorted(asked.widths)]
         sizes = [(p.size, depth_quality(sparse_decoder(model, [p] * model.config.layers), pieces)) for p in parts]
-    typer.echo("\n".join(_report(model, sizes, pieces.numel(), len(stream), asked)))
-    if before is not None:
-        after = _chosen_depth(model, pieces, asked, leave)
-        typer.echo(f"with the layers that tokens run by themselves: {after}, before the training {before}")
+        report = _report(model, sizes, pieces.numel(), len(stream), asked)
+        if before is not None:
+            after = _chosen_depth(model, pieces, asked, leave)
+            report += ["", f"with the layers that tokens run by themselves: {after}, before the training {before}"]
+        with whole(out) as part:
+            write_hf(part, model, codec, torch.float32)
+            command = shlex.join(["foretell", *sys.argv[1:]])
+            (part / CARD).write_text("\n".join([f"# {out.name}", "", *report, "", "```", command, "```", ""]), "utf-8")
+    typer.echo("\n".join(report))
 
 
 def _policy(model: str, folder: Path) -> Leave:
@@ -206,14 +220,14 @@ def _report(
     trained = asked.steps * max(1, asked.batch // asked.sequence) * asked.sequence
     lines = [
         f"{numbers:,} numbers, trained on {trained:,} tokens of a text of {text:,}; on {measured:,} tokens held out:",
-        "| neurons | layers | perplexity | token of all layers |", "|---:|---:|---:|---:|",
+        "", "| neurons | layers | perplexity | token of all layers |", "|---:|---:|---:|---:|",
     ]  # fmt: skip
     for neurons, quality in sizes:
         rows = list(zip(quality.perplexity, quality.agreement, strict=True))
         lines += [f"| {neurons} | {i} | {p:.2f} | {a:.1%} |" for i, (p, a) in enumerate(rows, 1)]
     _, widest = sizes[-1]
     lines.append(
-        f"with exits by threshold {widest.equal_depth:.1%} of the layers run at equal perplexity (1.01), and "
+        f"\nwith exits by threshold {widest.equal_depth:.1%} of the layers run at equal perplexity (1.01), and "
         f"{widest.agreeing_depth:.1%} where 95 % of the tokens are those of all layers"
     )
     return lines

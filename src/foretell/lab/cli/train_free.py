@@ -14,7 +14,8 @@ from rich.console import Console
 
 from foretell.cli import options
 from foretell.cli.data import open_or_generate
-from foretell.cli.given import refuse_unused
+from foretell.cli.given import all_options, refuse_unused
+from foretell.cli.interrupt import Interrupt
 from foretell.cli.setup import load_model
 from foretell.lab.cli.quantize import Force, check_output, format_comparison
 from foretell.lab.compress.checkpoint import tensors_of, write_checkpoint
@@ -23,8 +24,10 @@ from foretell.model.block.decoder import Decoder
 from foretell.model.load.reference import resolve_reference
 from foretell.model.run.partial_pass import check_spans
 from foretell.train.data.dataset import Document
+from foretell.train.exits.checkpoints import Checkpoints, digest
 from foretell.train.exits.depth_quality import depth_quality
 from foretell.train.exits.from_start import FromStartSettings, train_from_start
+from foretell.train.loop.checkpoint import FOLDER
 from foretell.utils.unfinished import whole
 from foretell.verify.comparison import Comparison
 
@@ -40,7 +43,7 @@ _HELD_OUT, _MOST_HELD_OUT, _COMPARED_TOKENS = 0.1, 16, 128
 def free(
     ctx: typer.Context,
     model: options.SourceModel,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="A directory in safetensors to write.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="A directory in safetensors; training resumes in it.")],
     layer: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="The shallow model ends after so many layers. Default: a third."),
@@ -48,10 +51,11 @@ def free(
     data_folder: options.AnswersSet = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of answers to write, without --data.")] = 60_000,
     settings: options.Settings = options.NO_SETTINGS,
+    save_minutes: options.SaveMinutes = 10.0,
     force: Force = False,
 ) -> None:
     """Train a model so that its first layers answer alone more often (FREE). LOSSY: the result is another model, whose
-    answers differ.
+    answers differ. The same command resumes an interrupted training.
 
     foretell train free smollm2-135m --layer 10 --out free
 
@@ -61,7 +65,7 @@ def free(
     """
     refuse_unused(ctx, ("tokens",), "--data names the answers", data_folder is not None)
     console = Console(file=sys.stderr)
-    check_output(out, force)
+    check_output(out, force, besides=FOLDER)
     target = load_model(model)
     check_spans(target.config)
     source = Source.open(model, resolve_reference(model), "trained")
@@ -82,12 +86,17 @@ def free(
         return depth_quality(decoder, texts, (shallow, layers)).agreement[0]
 
     with console.status("measuring") as status:
+        training = all_options(ctx, but=("out", "save_minutes", "force")) | {
+            "the text": digest(text), "the model": target.checkpoint.fingerprint(),
+        }  # fmt: skip
         before = agreement()
-        train_from_start(
-            decoder, text, asked,
-            on_step=lambda step, loss: status.update(f"step {step} of {asked.steps}, loss {loss:.3f}"),
-            learn=learn, blocks_only=True,
-        )  # fmt: skip
+        with Interrupt() as interrupt:
+            train_from_start(
+                decoder, text, asked,
+                on_step=lambda step, loss: status.update(f"step {step} of {asked.steps}, loss {loss:.3f}"),
+                learn=learn, blocks_only=True,
+                checkpoints=Checkpoints(out, training, save_minutes, lambda: interrupt.requested),
+            )  # fmt: skip
         status.update("measuring")
         after = agreement()
         _write(source, decoder, out)

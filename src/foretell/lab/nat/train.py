@@ -16,9 +16,10 @@ from foretell.lab.nat.checkpoint import load_model, require_autoregressive, requ
 from foretell.lab.nat.network import Kind, NatConfig, NatModel
 from foretell.lab.nat.objective import PairBatch, loss_of
 from foretell.lab.nat.pairs import Pair, Subwords, Vocabulary, pad, read_pairs
-from foretell.train.loop.checkpoint import CheckpointState, CheckpointStore
+from foretell.train.loop.checkpoint import CheckpointState, CheckpointStore, other_training_error
 from foretell.train.loop.curve import StepMetrics, write_curve
 from foretell.train.loop.model_card import CARD
+from foretell.train.loop.settings import option_name
 from foretell.utils.options import Option
 from foretell.utils.validation import FrozenModel, validate
 
@@ -215,10 +216,7 @@ class NatTrainer:
         for name in type(self.settings).model_fields:
             then, now = getattr(state.settings, name), getattr(self.settings, name)
             if then != now and name not in ("out", "save_minutes"):
-                raise ValueError(
-                    f"{self.out} holds a checkpoint of another training: {name} was {then} there and is {now} here; "
-                    "train with the same settings, or give another --out"
-                )
+                raise other_training_error(self.out, option_name(name), then, now)
         if state.pairs != len(self._source):
             raise ValueError(
                 f"{self.out} holds a checkpoint of a training on {state.pairs} pairs, and {self.settings.data} has "

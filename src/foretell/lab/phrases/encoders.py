@@ -1,7 +1,8 @@
 """The prefix and the phrase encoder, their training, and what is written from phrases and tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import log
 from pathlib import Path
 
 import torch
@@ -12,10 +13,13 @@ from torch import nn
 
 from foretell.lab.phrases.index import LENGTHS, Corpus, Related, States, hashes
 from foretell.speculator.checkpoint import WEIGHTS
+from foretell.train.exits.checkpoints import Checkpoints
 from foretell.train.exits.descent import Descent, OnStep
 
 HALF, WIDTH, HEADS = 128, 256, 4
 """Numbers of half a phrase vector, and size of the layer that sees a document in both directions."""
+LEAST = 1e-300
+"""The probability of what cannot be."""
 _RATE, _TEXTS, _RELATED = 1e-3, 3, 10
 """Of the training: the largest learning rate, texts of a batch, and documents of it per text, those most like it."""
 
@@ -97,57 +101,79 @@ def log_total(scores: Sequence[Float[torch.Tensor, "q s"]]) -> Float[torch.Tenso
     return F.softplus(torch.stack([s.logsumexp(-1) for s in scores]).logsumexp(0))
 
 
-def longest_phrases(text: Int[torch.Tensor, " t"], documents: Int[torch.Tensor, "n s"]) -> list[tuple[int, int]]:
-    """A text cut from left to right into the longest phrases of documents and single tokens: begins and lengths."""
-    known = {n: torch.isin(hashes(text, n), hashes(documents, n)) for n in LENGTHS if n <= len(text)}
-    out, at = list[tuple[int, int]](), 0
-    while at < len(text):
-        out.append((at, max((n for n, stands in known.items() if at + n <= len(text) and stands[at]), default=1)))
-        at += out[-1][1]
-    return out
+def phrase_log_probabilities(
+    table: PhraseTable, query: Float[torch.Tensor, "q h"], text: Int[torch.Tensor, " q"]
+) -> tuple[Float[torch.Tensor, "q l"], Float[torch.Tensor, " q"]]:
+    """For a query before each token of a text: the log-probability that a phrase of each length is copied that goes on
+    as the text does, wherever it stands, and that a token of the model comes.
+    """
+    scores = table.scores(query)
+    total, out = log_total(scores), query.new_zeros(len(query), len(LENGTHS), dtype=torch.float64)
+    for i, (length, score) in enumerate(zip(LENGTHS, scores, strict=True)):
+        if length <= len(text):
+            row, place = table.copies(hashes(text, length), length).nonzero(as_tuple=True)
+            out = out.index_put(
+                (row, torch.tensor(i)), (score[row, place] - total[row]).double().exp(), accumulate=True
+            )
+    return out.clamp(min=LEAST).log(), -total
+
+
+def log_likelihood(phrase: Float[torch.Tensor, "q l"], token: Float[torch.Tensor, " q"]) -> Float[torch.Tensor, ""]:
+    """The log-probability of a text over all ways to cut it, from those of a phrase of each of `LENGTHS` and of the
+    token itself at its places.
+    """
+    steps = torch.cat([token[:, None], phrase], -1).double()
+    ends = torch.stack(
+        [F.pad(column, (i, 0), value=log(LEAST))[: len(token)] for i, column in enumerate(steps.unbind(-1))], -1
+    )
+    # Log-probabilities of the text up to the last places, the nearest first.
+    reached = F.pad(ends.new_zeros(1), (0, ends.shape[1] - 1), value=log(LEAST))
+    for last in ends:
+        reached = torch.cat([(reached + last).logsumexp(0, keepdim=True), reached[:-1]])
+    return reached[0]
 
 
 def train(
-    corpus: Corpus, pieces: Sequence[Sequence[int]], related: Related, steps: int, seed: int, on_step: OnStep
+    corpus: Corpus,
+    pieces: Sequence[Sequence[int]],
+    related: Related,
+    steps: int,
+    seed: int,
+    on_step: OnStep,
+    checkpoints: Checkpoints | None = None,
 ) -> PhraseEncoders:
     """Encoders trained on batches of texts, each with the documents most like it, from which it may be copied."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoders = PhraseEncoders(corpus.before.shape[-1])
 
-        def loss_of() -> Float[torch.Tensor, ""]:
+        def loss_of(_: int) -> Float[torch.Tensor, ""]:
             texts = torch.randint(len(pieces), (_TEXTS,)).tolist()
             near = {row for i in texts for row in related.nearest(pieces[i], _RELATED + 1)}
             # A text of the batch is no document of it: its phrases would be found in itself.
             return phrase_loss(encoders, corpus[texts], corpus[sorted(near - set(texts))])
 
-        Descent.of_blocks(steps, _RATE).run(list(encoders.parameters()), loss_of, on_step)
+        saved = checkpoints and replace(checkpoints, buffers=dict(encoders.named_buffers()))
+        replace(Descent.of_blocks(steps, _RATE), mixed=False).run(list(encoders.parameters()), loss_of, on_step, saved)
     return encoders.eval()
 
 
 def phrase_loss(encoders: PhraseEncoders, texts: Corpus, documents: Corpus) -> Float[torch.Tensor, ""]:
-    """The mean cross-entropy of what comes next, where a text is cut into the longest phrases of the documents.
+    """The mean negative log-probability of a token of the texts, over all ways to cut them into phrases of the
+    documents and tokens of the model.
 
     A phrase is told from all others of the batch: of unrelated documents, and (the hard ones) of documents like the
     text, among them longer and shorter phrases at the right place. All places where it stands are right.
     """
-    states, own, sizes = list[torch.Tensor](), list[torch.Tensor](), list[int]()
-    for tokens, before in zip(texts.tokens, texts.before, strict=True):
-        text = tokens[tokens >= 0]
-        for at, length in longest_phrases(text, documents.tokens):
-            states.append(before[at].float())
-            own.append(hashes(text[at : at + length], length)[0])
-            sizes.append(length)
-    table, query = encoders.encode_phrases(documents), encoders.encode_prefixes(torch.stack(states)).float()
-    with torch.autocast("cpu", enabled=False):  # which would round scores to three digits
-        scores = table.scores(query)
-        loss = log_total(scores).sum()
-    phrase, size = torch.stack(own), torch.tensor(sizes)
-    for length, score in zip(LENGTHS, scores, strict=True):
-        rows = size == length
-        right = score[rows].masked_fill(~table.copies(phrase[rows], length), float("-inf"))
-        loss = loss - right.logsumexp(-1).sum()
-    return loss / len(sizes)
+    read = texts.tokens >= 0
+    table, query = encoders.encode_phrases(documents), encoders.encode_prefixes(texts.before[read])
+    loss, sizes = query.new_zeros(()).double(), read.sum(1).tolist()
+    for before, text, own in zip(
+        query.split(sizes), texts.tokens[read].split(sizes), texts.own[read].split(sizes), strict=True
+    ):
+        phrase, token = phrase_log_probabilities(table, before, text)
+        loss = loss - log_likelihood(phrase, token + own)
+    return loss / sum(sizes)
 
 
 class Phrases:

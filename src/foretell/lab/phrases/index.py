@@ -38,10 +38,10 @@ class States:
         self.state = torch.zeros(1, model.config.hidden)
         """After the last token, after the final norm."""
 
-    def restart(self) -> None:
-        """Forget what was read."""
+    def restart(self) -> Float[torch.Tensor, "1 v"]:
+        """Forget what was read; log-probabilities of a first token."""
         self._runner.truncate(0, 0)
-        self.read([self._first])
+        return self.read([self._first], scored=True)[2]
 
     def read(self, tokens: Sequence[int], scored: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """States before tokens, those of the middle layer at them, and where `scored` log-probabilities after them."""
@@ -57,26 +57,30 @@ class States:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of `PIECE` tokens, padded with -1, and the states before and at their tokens."""
+    """Documents of `PIECE` tokens, padded with -1, and the states before and at their tokens; `own`: the model's
+    log-probabilities of the tokens.
+    """
 
     tokens: Int[torch.Tensor, "n t"]
     before: Float[torch.Tensor, "n t d"]
     middle: Float[torch.Tensor, "n t d"]
+    own: Float[torch.Tensor, "n t"]
 
     def __getitem__(self, rows: list[int]) -> "Corpus":
         """Some of the documents."""
-        return Corpus(self.tokens[rows], self.before[rows], self.middle[rows])
+        return Corpus(self.tokens[rows], self.before[rows], self.middle[rows], self.own[rows])
 
 
 def encode(pieces: Sequence[Sequence[int]], states: States) -> Corpus:
     """Documents, each read by the model alone."""
-    tokens = torch.full((len(pieces), PIECE), -1)
+    tokens, own = torch.full((len(pieces), PIECE), -1), torch.zeros(len(pieces), PIECE)
     before, middle = torch.zeros(2, len(pieces), PIECE, states.state.shape[-1], dtype=torch.float16)
     for i, piece in enumerate(pieces):
-        states.restart()
-        tokens[i, : len(piece)] = torch.tensor(piece)
-        before[i, : len(piece)], middle[i, : len(piece)], _ = states.read(piece)
-    return Corpus(tokens, before, middle)
+        first, size = states.restart(), len(piece)
+        tokens[i, :size] = torch.tensor(piece)
+        before[i, :size], middle[i, :size], after = states.read(piece, scored=True)
+        own[i, :size] = torch.cat([first, after[:-1]])[range(size), piece]
+    return Corpus(tokens, before, middle, own)
 
 
 def read_pieces(paths: Sequence[Path], model: Model, most: int) -> tuple[list[list[int]], list[list[int]]]:

@@ -32,7 +32,7 @@ def train_blocks(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         Descent.of_blocks(steps, rate).run(
-            parameters, lambda: _loss(exits, *(part.to(device) for part in next(batches))), on_step
+            parameters, lambda _: _loss(exits, *(part.to(device) for part in next(batches))), on_step
         )
 
 

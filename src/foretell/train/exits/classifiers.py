@@ -72,7 +72,7 @@ def fit_classifiers(
         count, loss = len(states), _token_loss(exits, states, outcomes, settings, generator)
     parameters = exits.classifier, exits.classifier_bias
     Descent(_STEPS, _RATE).run(
-        parameters, lambda: loss(torch.randint(count, (min(_BATCH, count),), generator=generator))
+        parameters, lambda _: loss(torch.randint(count, (min(_BATCH, count),), generator=generator))
     )
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from foretell.train.exits.checkpoints import Checkpoints
+
 OnStep = Callable[[int, float], None]
 """Gets the number of steps done and the loss."""
 
@@ -49,25 +51,37 @@ class Descent:
     def run(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        loss_of: Callable[[], Float[torch.Tensor, ""]],
+        loss_of: Callable[[int], Float[torch.Tensor, ""]],
         on_step: OnStep = ignore_step,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
-        """Train parameters, in place, on the losses that `loss_of` computes step by step; nothing requires a gradient
-        before and after.
+        """Train parameters, in place, on the losses that `loss_of` computes after so many steps; nothing requires a
+        gradient before and after. With `checkpoints` a training goes on after the latest one: `on_step` gets the steps
+        before it, too, and `loss_of` draws with torch's own generator alone, whose state they hold.
+
+        Raises:
+            ValueError: a checkpoint is damaged or of another training, or cannot be written.
+            KeyboardInterrupt: `checkpoints.should_stop` returned True; a checkpoint was written.
         """
         for p in parameters:
             p.requires_grad_()
         optimizer = torch.optim.AdamW(parameters, self.rate, self.betas, weight_decay=self.decay)
-        for step in range(self.steps):
+        losses = [] if checkpoints is None else checkpoints.resume(optimizer)
+        for step, earlier in enumerate(losses, 1):
+            on_step(step, earlier)
+        for step in range(len(losses), self.steps):
             for group in optimizer.param_groups:
                 group["lr"] = self.rate_at(step)
             with torch.autocast(parameters[0].device.type, torch.bfloat16, enabled=self.mixed):
-                loss = loss_of()
+                loss = loss_of(step)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, self.largest_gradient)
             optimizer.step()
-            on_step(step + 1, loss.item())
+            losses.append(loss.item())
+            on_step(step + 1, losses[-1])
+            if checkpoints is not None:
+                checkpoints.after_step(optimizer, losses, step + 1 == self.steps)
         for p in parameters:
             p.requires_grad_(False)
 

@@ -70,7 +70,7 @@ def refine(
     for i, layer in enumerate(exits.config.layers):
         generator = torch.Generator().manual_seed(seed)
 
-        def loss(i: int = i, generator: torch.Generator = generator) -> Float[torch.Tensor, ""]:
+        def loss(_: int, i: int = i, generator: torch.Generator = generator) -> Float[torch.Tensor, ""]:
             return exit_loss(exits, i, states, torch.randint(len(states), (BATCH,), generator=generator))
 
         trained = [p for m in _modules_of(exits, i) for p in m.parameters()]

@@ -6,7 +6,6 @@ token that does not run a layer passes its state on, of which deeper layers make
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.structures import prefix_size
 from foretell.model.training.full_forward import full_forward
 from foretell.speculator.network.draft_model import blank_blocks
+from foretell.train.exits.checkpoints import Checkpoints
 from foretell.train.exits.descent import Descent, OnStep, ignore_step
 from foretell.train.exits.shallow_deep import aligned_distance
 from foretell.utils.options import Option
@@ -166,6 +166,7 @@ def train_from_start(
     on_step: OnStep = ignore_step,
     learn: Bool[torch.Tensor, " n"] | None = None,
     blocks_only: bool = False,
+    checkpoints: Checkpoints | None = None,
 ) -> None:
     """Train all weights of a float32 decoder with tied embedding on pieces of a text, in place, or its blocks alone.
     `leave`: tokens leave where it says, and their loss is there alone (ConsistentEE's third stage, arXiv 2312.11882).
@@ -176,7 +177,6 @@ def train_from_start(
     """
     if len(text) <= settings.sequence:
         raise ValueError(f"the text has {len(text)} tokens, and a piece --sequence {settings.sequence} and one more")
-    generator, steps = torch.Generator().manual_seed(settings.seed), count()
     decoder.requires_grad_(False)
     trained = [p for p in decoder.blocks.parameters() if p.is_floating_point()]
     if not blocks_only:
@@ -185,9 +185,11 @@ def train_from_start(
     dense = [block.mlp for block in decoder.blocks]
     for block in decoder.blocks if settings.widths != (1.0,) else ():
         block.mlp = NestedFeedForward(block.mlp)  # type: ignore[arg-type]
-    Descent.of_blocks(settings.steps, settings.rate, warm_up=max(1, settings.steps // 20)).run(
-        trained, lambda: _step_loss(decoder, text, settings, next(steps), generator, leave, learn), on_step
-    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        Descent.of_blocks(settings.steps, settings.rate, warm_up=max(1, settings.steps // 20)).run(
+            trained, lambda step: _step_loss(decoder, text, settings, step, leave, learn), on_step, checkpoints
+        )
     for block, mlp in zip(decoder.blocks, dense, strict=True):
         block.mlp = mlp
 
@@ -197,15 +199,14 @@ def _step_loss(
     text: Int[torch.Tensor, " n"],
     settings: FromStartSettings,
     step: int,
-    generator: torch.Generator,
     leave: Leave | None,
     learn: Bool[torch.Tensor, " n"] | None,
 ) -> Float[torch.Tensor, ""]:
     layers, s = decoder.config.layers, settings.sequence
     rows = max(1, settings.batch // s)
-    piece = torch.randint(len(text) - s, (rows, 1), generator=generator) + torch.arange(s + 1)
+    piece = torch.randint(len(text) - s, (rows, 1)) + torch.arange(s + 1)
     runs, learn = None, None if learn is None else learn[piece]
-    width = settings.widths[int(torch.randint(len(settings.widths), (), generator=generator))]
+    width = settings.widths[int(torch.randint(len(settings.widths), ()))]
     if settings.widths != (1.0,):
         set_neurons(decoder, width)
     exits = settings.exits or range(1, layers)
@@ -215,12 +216,12 @@ def _step_loss(
     ]
     if settings.layer_dropout:
         dropped = settings.layer_dropout * (2 ** (torch.arange(layers) / max(1, layers - 1)) - 1)
-        runs = torch.rand(layers, rows, 1, generator=generator) >= dropped[:, None, None]
+        runs = torch.rand(layers, rows, 1) >= dropped[:, None, None]
     if settings.depth == "sampled":
-        last = torch.randint(1, layers + 1, (rows, s), generator=generator)
+        last = torch.randint(1, layers + 1, (rows, s))
         leave = lambda i, _: last == i  # noqa: E731
     elif settings.depth == "schedule":
-        runs = schedule(layers, s, torch.randint(s, (rows, 1), generator=generator))
+        runs = schedule(layers, s, torch.randint(s, (rows, 1)))
     out = depth_loss(decoder, text[piece], weights, runs, leave, learn)
     if not settings.distillation:
         return out.loss

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 from jaxtyping import Float
@@ -59,11 +58,11 @@ def train_jointly(
     on_step: OnStep = ignore_step,
 ) -> None:
     """Train all exits at once on the weighted sum of their losses."""
-    generator, step = torch.Generator().manual_seed(seed), count()
+    generator = torch.Generator().manual_seed(seed)
 
-    def loss() -> Float[torch.Tensor, ""]:
+    def loss(step: int) -> Float[torch.Tensor, ""]:
         index = torch.randint(len(states), (BATCH,), generator=generator)
-        weights = settings.at(next(step), steps)
+        weights = settings.at(step, steps)
         return torch.stack([w * exit_loss(exits, i, states, index) for i, w in enumerate(weights)]).sum()
 
     parts = (exits.norms, exits.maps, exits.up, exits.down)

@@ -177,11 +177,10 @@ def check_resumable(state: TrainState, settings: TrainingSettings, target: str, 
         ValueError: settings, target, data or number of processes differ.
     """
     where = f"{settings.out} holds a checkpoint of another training"
-    remedy = "train with the same settings, or give another --out"
     name = state.settings.first_difference(settings)
     if name is not None:
-        then, now = (_as_argument(getattr(s, name)) for s in (state.settings, settings))
-        raise ValueError(f"{where}: {option_name(name)} was {then} there and is {now} here; {remedy}")
+        then, now = (as_argument(getattr(s, name)) for s in (state.settings, settings))
+        raise other_training_error(settings.out, option_name(name), then, now)
     if state.target != target:
         raise ValueError(
             f"{where}: its target has the fingerprint {state.target}, this one {target}; give another --out"
@@ -195,11 +194,19 @@ def check_resumable(state: TrainState, settings: TrainingSettings, target: str, 
         raise ValueError(f"{where}: it is sharded for {state.processes} processes, and these are {processes}")
 
 
-def _as_argument(value: object) -> str:
+def other_training_error(out: str | Path, name: str, then: object, now: object) -> ValueError:
+    """The error for a checkpoint that was written with another value of an option."""
+    return ValueError(
+        f"{out} holds a checkpoint of another training: {name} was {then} there and is {now} here; train with the same "
+        "settings, or give another --out"
+    )
+
+
+def as_argument(value: object) -> str:
     """A setting as a command-line argument."""
     if isinstance(value, dict):
         value = tuple(f"{key}={item}" for key, item in value.items())
-    parts = value if isinstance(value, tuple) else () if value is None else (value,)
+    parts = value if isinstance(value, tuple | list) else () if value is None else (value,)
     return " ".join(map(str, parts)) or "not given"
 
 
