@@ -88,8 +88,7 @@ inline void multiply_runs(const Weight& w, const Runs& runs, const uint32_t* pan
 // y = x W^T for this thread's panels. A panel stays in the cache while all tokens are multiplied with it in blocks.
 //
 // With tiles of whole panels, two blocks prefetch half of the next panel's lines each (after the last panel: those of
-// the next layer's first panel). With halves (AVX2) the first block prefetches all lines of a page ahead: half of them
-// leave half of the bandwidth unused on Zen 3, whose cores fetch no neighbouring lines by themselves.
+// the next layer's first panel). With halves (AVX2) the first block prefetches all lines of a page ahead.
 template <class P>
 void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& output, const Weight* following,
                     const Team& team) {
@@ -98,7 +97,7 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
   // Quantised panels are fetched sooner by two small blocks than by one large block.
   const bool halves = P::kSplitsTokens && tokens > 3 && tokens <= P::kMaxTokens;
   const Blocks blocks(tokens, halves ? (tokens + 1) / 2 : P::kMaxTokens);
-  auto pick = pick_tile<P, kWholePanels ? Prefetch::kHalf : Prefetch::kAhead>;
+  auto pick = pick_tile<P, kBoundByMemory>;
   if constexpr (kWholePanels && P::kPrefetchesAhead)
     if (tokens > P::kFewTokens)
       pick = blocks.count == 2 ? pick_tile<P, Prefetch::kNext> : pick_tile<P, Prefetch::kAhead>;
@@ -151,7 +150,7 @@ void multiply_widened(const Weight& w, const Rows& x, int tokens, const Output& 
         for (int g = first; g < first + some; ++g) {
           const uint32_t* block = w.words + p * size + g / kGroups * K::kWords;
           const int line = g % kGroups * (K::kWords / kGroups);
-          for (int i = 0; i < K::kWords / kGroups; i += 2 * kLanes) __builtin_prefetch(block + 1024 + line + i, 0, 2);
+          prefetch_block<kBoundByMemory>((const char*)(block + 1024 + line), K::kWords / kGroups);
           widen_words<P, K>(block, g % kGroups, words + (g - first) * kGroupWidened);
         }
         const uint32_t* rows = x.words + start * x.stride + first * (kGroupInputs / kDepth);

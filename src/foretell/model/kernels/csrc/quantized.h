@@ -339,7 +339,6 @@ template <class K>
 struct QuantizedProduct {
   static constexpr int kHalves = kWholePanels ? 2 : 1;
   static constexpr int kMaxTokens = kWholePanels ? 6 : kHalfTokens;
-  static constexpr int kFewTokens = kWholePanels ? kMaxTokens : 1;  // of which half of the lines are prefetched
   static constexpr bool kPrefetchesAhead = false;
   static constexpr bool kSplitsTokens = kHalves == 2;
 
@@ -352,9 +351,7 @@ struct QuantizedProduct {
     if (kHalves == 2) std::copy(out, out + 2 * T, sums);
     for (int first = 0; first < in; first += K::kInputs, panel += K::kWords) {
       for (int group = 0; group < kGroups; ++group, x += Int8Blocks::kRowWords, next += 4 * kPrefetched) {
-        if constexpr (kPrefetch != Prefetch::kNone)
-          for (int line = 0; line < kPrefetched; line += kPrefetch == Prefetch::kAhead ? kLanes : 2 * kLanes)
-            __builtin_prefetch(next + 4 * line, 0, 2);
+        prefetch_block<kPrefetch>(next, kPrefetched);
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half += kHalves) {
           if (kHalves == 1) asm volatile("" ::: "memory");  // what one half has loaded is not kept for the other

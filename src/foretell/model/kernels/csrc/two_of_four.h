@@ -64,23 +64,23 @@ void widen_two_of_four(const uint32_t* block, uint32_t* words) {
 
 // Products of a few tokens in the order of `FloatProduct<Bfloat16>`.
 struct TwoOfFourProduct {
-  static constexpr int kMaxTokens = kAccumulators / 2, kFewTokens = kMaxTokens;
+  static constexpr int kMaxTokens = kAccumulators / 2;
   static constexpr bool kPrefetchesAhead = false;
   static constexpr bool kSplitsTokens = false;
 
   // Adds to out[2 * t], out[2 * t + 1] the panel's 32 outputs for token t.
-  template <int T, Prefetch>
+  template <int T, Prefetch kPrefetch>
   static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
-    unrolled(panel, x, stride, in, next, out, std::make_index_sequence<T>());
+    unrolled<kPrefetch>(panel, x, stride, in, next, out, std::make_index_sequence<T>());
   }
 
  private:
-  template <size_t... T>
+  template <Prefetch kPrefetch, size_t... T>
   static void unrolled(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out,
                        std::index_sequence<T...>) {
     Float low[] = {out[2 * T]...}, high[] = {out[2 * T + 1]...};
     for (int i = 0; i < in; i += TwoOfFour::kInputs) {
-      for (int line = 0; line < TwoOfFour::kWords; line += 2 * kLanes) __builtin_prefetch(next + 4 * line, 0, 2);
+      prefetch_block<kPrefetch>(next, TwoOfFour::kWords);
 #pragma GCC unroll 8
       for (int q = 0; q < TwoOfFour::kQuads; ++q) {
         Word first, second;
