@@ -11,14 +11,16 @@ of them runs together with all tests that are not exhaustive.
 import argparse
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import groupby
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from jaxtyping import install_import_hook
@@ -57,6 +59,28 @@ torch.set_num_threads(1)
 # Kernels of GPUs run in Triton's interpreter where there is none; it must be chosen before they are imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreted_products() -> Iterator[None]:
+    """Triton's interpreter multiplies by NumPy. On some processors NumPy's products of a row depend on the other rows,
+    and a GPU's do not, so here they are rounded from float64.
+    """
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        yield
+        return
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if any(x.dtype.primitive_bitwidth == 8 and x.dtype.is_floating() for x in (a, b)):
+            return plain(self, a, b, d, *options)
+        sums = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)).astype(d.data.dtype)
+        return interpreter.TensorHandle(sums + d.data, d.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

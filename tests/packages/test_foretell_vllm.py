@@ -144,7 +144,8 @@ def test_logits_of_another_number_of_rows_teach_nothing() -> None:
 
 def test_references_are_read_with_the_tokenizer_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codec = SimpleNamespace(encode=lambda text, special: [int(t) for t in text.split()])
-    monkeypatch.setattr(other_engines, "_codec", lambda tokenizer: codec)
+    monkeypatch.setattr(other_engines, "resolve_reference", Path)
+    monkeypatch.setattr(other_engines, "from_directory", lambda path: codec)
     (tmp_path / "text").write_text("50 51 52 53 54")
     batch = Batch(proposer(method="llma", references=[str(tmp_path / "text")], prompt_lookup_min=2))
     batch.add([1, 50, 51], factor=1, size=VOCAB)
