@@ -15,9 +15,11 @@ from training_helpers import PROCESSES, answers, losses, settings, shared, targe
 
 from command import ENVIRONMENT
 from foretell.cli.train import run
+from foretell.model.kernels import instruction_sets
 from foretell.speculator.checkpoint import load_own
 from foretell.train.loop import checkpoint
 from foretell.train.loop import trainer as loop
+from foretell.train.loop.job import dtype_of
 from foretell.train.loop.measure import Measurement
 from foretell.train.loop.model_card import render_card, write_card
 from foretell.train.loop.settings import TrainingSettings
@@ -315,3 +317,17 @@ def test_bfloat16_follows_float32(tmp_path: Path) -> None:
     assert losses(narrow) == pytest.approx(losses(wide), rel=0.03)
     weights = narrow.job.recipe.network.state_dict().values()
     assert all(w.dtype != torch.bfloat16 for w in weights)
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [("avx2 fma", torch.float32), ("avx512f avx512_bf16", torch.bfloat16), ("asimd bf16", torch.bfloat16)],
+)
+def test_auto_trains_in_what_the_processor_multiplies_fast(
+    features: str, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(instruction_sets, "processor_features", lambda: frozenset(features.split()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert dtype_of(settings(tmp_path, precision="auto")) == expected
+    assert dtype_of(settings(tmp_path, precision="bf16")) == torch.bfloat16
+    assert dtype_of(settings(tmp_path, precision="no")) == torch.float32

@@ -90,7 +90,9 @@ DTYPES = {"bfloat16": "16", "int8": "8", "float32": "32"}
 PROMPT_CHUNK = 256
 ESTIMATED = "estimated"
 PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}
-"""Rows and columns of the product that an estimate times."""
+"""Rows and columns of the largest product that an estimate times."""
+PRODUCT_SECONDS = 5e-3
+"""A product that takes longer is not followed by a larger one: without units for bfloat16 the largest takes seconds."""
 IMPROVEMENT = 0.98
 """A pass counts as faster below this part of the fastest time so far."""
 MAX_SECONDS = 2.0
@@ -183,19 +185,24 @@ def estimated_hardware() -> Hardware:
 
 
 def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """OPs/s of a square matrix product: the fastest of several."""
-    size = PRODUCT_SIZE[device.type]
-    a = torch.ones(size, size, dtype=dtype, device=device)
+    """OPs/s of square matrix products: the fastest of the largest size."""
 
-    def seconds() -> float:
-        synchronize(device)
-        start = time.perf_counter()
+    def seconds(size: int) -> float:
+        a = torch.ones(size, size, dtype=dtype, device=device)
         a @ a
-        synchronize(device)
-        return time.perf_counter() - start
+        times = []
+        for _ in range(5):
+            synchronize(device)
+            start = time.perf_counter()
+            a @ a
+            synchronize(device)
+            times.append(time.perf_counter() - start)
+        return min(times)
 
-    seconds()
-    return 2 * size**3 / min(seconds() for _ in range(5))
+    size = 128
+    while (took := seconds(size)) < PRODUCT_SECONDS and size < PRODUCT_SIZE[device.type]:
+        size *= 2
+    return float(2 * size**3 / took)
 
 
 def probe_timers(precision: str, repeat: int, device: torch.device) -> Iterator[tuple[ModelConfig, PassTimer]]:

@@ -22,7 +22,7 @@ from foretell.cli.setup import load_model
 from foretell.cli.train_exits import exits
 from foretell.train.loop.accelerator import create_accelerator
 from foretell.train.loop.curve import StepMetrics, write_curve
-from foretell.train.loop.job import feature_source, find_recipe, prepare
+from foretell.train.loop.job import dtype_of, feature_source, find_recipe, prepare
 from foretell.train.loop.measure import Measurement
 from foretell.train.loop.model_card import write_card
 from foretell.train.loop.settings import DatasetWeight, TrainingSettings, option_name
@@ -118,7 +118,7 @@ def run(settings: TrainingSettings, command: str) -> None:
     recipe = find_recipe(settings)
     accelerator = create_accelerator()
     quiet = not accelerator.is_main_process
-    dtype = "bfloat16" if settings.precision == "bf16" else "float32"
+    dtype = str(dtype_of(settings)).removeprefix("torch.")
     job = prepare(settings, load_model(settings.model, dtype, str(accelerator.device)), recipe)
     features = feature_source(job)
     Path(settings.out).mkdir(parents=True, exist_ok=True)

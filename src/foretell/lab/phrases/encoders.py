@@ -154,7 +154,7 @@ def train(
             return phrase_loss(encoders, corpus[texts], corpus[sorted(near - set(texts))])
 
         saved = checkpoints and replace(checkpoints, buffers=dict(encoders.named_buffers()))
-        replace(Descent.of_blocks(steps, _RATE), mixed=False).run(list(encoders.parameters()), loss_of, on_step, saved)
+        Descent.of_blocks(steps, _RATE).run(list(encoders.parameters()), loss_of, on_step, saved)
     return encoders.eval()
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from foretell.model.kernels.instruction_sets import has_bfloat16_units
 from foretell.train.exits.checkpoints import Checkpoints
 
 OnStep = Callable[[int, float], None]
@@ -34,7 +35,7 @@ class Descent:
     largest_gradient: float = float("inf")
     """Norm to which the gradient is scaled down."""
     mixed: bool = False
-    """Whether the loss is computed in bfloat16 where autocast does so."""
+    """Whether the loss is computed in bfloat16 where autocast does so and the processor has units for it."""
 
     @staticmethod
     def of_blocks(steps: int, rate: float, warm_up: int = 20) -> "Descent":
@@ -65,6 +66,8 @@ class Descent:
         """
         for p in parameters:
             p.requires_grad_()
+        device = parameters[0].device.type
+        mixed = self.mixed and (device != "cpu" or has_bfloat16_units())
         optimizer = torch.optim.AdamW(parameters, self.rate, self.betas, weight_decay=self.decay)
         losses = [] if checkpoints is None else checkpoints.resume(optimizer)
         for step, earlier in enumerate(losses, 1):
@@ -72,7 +75,7 @@ class Descent:
         for step in range(len(losses), self.steps):
             for group in optimizer.param_groups:
                 group["lr"] = self.rate_at(step)
-            with torch.autocast(parameters[0].device.type, torch.bfloat16, enabled=self.mixed):
+            with torch.autocast(device, torch.bfloat16, enabled=mixed):
                 loss = loss_of(step)
             optimizer.zero_grad()
             loss.backward()

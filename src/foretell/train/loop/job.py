@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int
 
 from foretell.api import Model
+from foretell.model.kernels.instruction_sets import has_bfloat16_units
 from foretell.model.load.checkpoint import embedding_and_head_of
 from foretell.retrieval.datastore import tokenizer_fingerprint as tokenizer_of
 from foretell.speculator.checkpoint import load_own
@@ -26,7 +27,7 @@ from foretell.train.recipe import RECIPES
 from foretell.train.recipe.base import Recipe, RecipeSetup, plain_decoder
 from foretell.utils.names import unknown
 
-PRECISIONS = ("bf16", "no")
+PRECISIONS = ("auto", "bf16", "no")
 SCHEDULES = ("cosine", "constant")
 FEATURE_MODES = ("auto", "cache", "stream")
 
@@ -225,8 +226,9 @@ def _setup(
 
 
 def dtype_of(settings: TrainingSettings) -> torch.dtype:
-    """Dtype of the target's weights and hidden states."""
-    return torch.bfloat16 if settings.precision == "bf16" else torch.float32
+    """Dtype of the target's weights and hidden states, and of the products of autocast."""
+    fast = torch.cuda.is_available() or has_bfloat16_units()
+    return torch.bfloat16 if settings.precision == "bf16" or (settings.precision == "auto" and fast) else torch.float32
 
 
 def most_frequent_tokens(

@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 
+import torch
+
 from foretell.train.data.dataset import Dataset
+from foretell.train.loop.job import dtype_of
 from foretell.train.loop.trainer import Trainer
 
 CARD = "README.md"
@@ -34,7 +37,7 @@ def render_card(trainer: Trainer, command: str) -> str:
         ("Drafts", drafted),
         ("Tokens per pass", _result(trainer)),
         ("Trained", f"{trainer.step:,} steps, {curve[-1].tokens:,} tokens (repeats included), {duration}"),
-        ("Precision", "bfloat16 autocast over float32 weights" if settings.precision == "bf16" else "float32"),
+        ("Precision", "bfloat16 autocast over float32 weights" if dtype_of(settings) == torch.bfloat16 else "float32"),
         ("Seed", str(settings.seed)),
     ]
     lines = [f"# {job.recipe.name} for {config.target.name}", ""]

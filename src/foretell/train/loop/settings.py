@@ -53,7 +53,9 @@ class TrainingSettings(FrozenModel):
     weight_decay: Annotated[float, Option("Weight decay of AdamW.", "X")] = Field(0.01, ge=0)
     clip: Annotated[float, Option("Maximum norm of the gradient.", "X")] = Field(1.0, gt=0)
     ema: Annotated[float, Option("Decay of a moving average of the weights; 0: none.", "X")] = Field(0.0, ge=0, lt=1)
-    precision: Annotated[str, Option("bf16 (autocast) or no (float32).", "NAME")] = "bf16"
+    precision: Annotated[
+        str, Option("bf16 (autocast), no (float32), or auto: bf16 where the processor or GPU has units for it.", "NAME")
+    ] = "auto"
     draft_vocab: Annotated[
         int | None,
         Option(f"Draft the N most frequent tokens only; 0: all; default: those of --from, or {DRAFT_VOCAB}.", "N"),

@@ -134,7 +134,7 @@ class TrainedSpeculator:
             sequence=min(plan.sequence, self.model.config.context),
             lr=plan.lr,
             warmup=plan.warmup,
-            precision="no" if self.model.precision == "float32" else "bf16",
+            precision="no" if self.model.precision == "float32" else "auto",
             draft_vocab=_DRAFT_VOCAB,
             save_minutes=_SAVE_MINUTES,
             measure_every=0,
