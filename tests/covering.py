@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from zlib import crc32
 
+import pytest
+
 
 @dataclass(frozen=True)
 class Share:
@@ -52,3 +54,11 @@ def covering_cases(cases: Sequence[Sequence[str]], strength: int) -> list[int]:
         for combination in new:
             combination -= held
     return sorted(chosen)
+
+
+def covering_parameters(cases: Sequence[Sequence[str]], strength: int) -> dict[int, Sequence[pytest.MarkDecorator]]:
+    """Numbers of cases that hold every combination of `strength` settings' values, with their marks: `make test` runs
+    those that hold every value, the others are exhaustive.
+    """
+    quick, whole = (set(covering_cases(cases, n)) for n in (1, strength))
+    return {i: () if i in quick else (pytest.mark.exhaustive,) for i in sorted(quick | whole)}

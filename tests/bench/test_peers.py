@@ -67,6 +67,7 @@ def test_weights_are_exported_for_llama_cpp(tmp_path: Path, precision: str, kind
         assert np.abs(file.load_tensor(name).numpy() - values).max() <= np.abs(values).max() / 7
 
 
+@pytest.mark.exhaustive
 def test_a_gguf_file_becomes_a_directory_that_transformers_reads(tmp_path: Path) -> None:
     path = as_directory("smollm2-135m", tmp_path)
     assert as_directory("smollm2-135m", tmp_path) == path == as_directory(str(path), tmp_path)
@@ -78,6 +79,7 @@ def test_a_gguf_file_becomes_a_directory_that_transformers_reads(tmp_path: Path)
         assert torch.allclose(written(prompt).logits, theirs, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["onnxruntime-plain/int4", "vllm-lookup/bfloat16"])
 def test_installed_peers_that_read_directories_say_what_transformers_says(name: str, tmp_path: Path) -> None:
     """Their environments take gigabytes, so where they are not installed nothing is asked."""

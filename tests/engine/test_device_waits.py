@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from covering import covering_cases
+from covering import covering_parameters
 from foretell.accept import Acceptor, BlockVerification, Match, Rejection, TraversalVerification
 from foretell.core.sampling import SamplingParams
 from foretell.draft import DraftModel, PromptLookup
@@ -89,7 +89,9 @@ def compare(make: Callable[[Decoder], AnyMethod], names: Sequence[str], most: in
 CASES = list(product(HOST_DRAFTS, ACCEPTORS, SAMPLING, SAMPLING))
 
 
-@pytest.mark.parametrize("case", [CASES[i] for i in covering_cases(CASES, 2)], ids=" ".join)
+@pytest.mark.parametrize(
+    "case", [pytest.param(CASES[i], marks=marks) for i, marks in covering_parameters(CASES, 2).items()], ids=" ".join
+)
 def test_a_step_waits_once(case: tuple[str, str, str, str]) -> None:
     drafts, acceptor, *sampling = case
     compare(lambda _: Method(*HOST_DRAFTS[drafts](), ACCEPTORS[acceptor]), sampling, 1, seed=len(sampling[0]))

@@ -27,6 +27,7 @@ def test_the_transform_is_exact_and_codes_keep_the_sound() -> None:
     assert (error**2).mean() < 0.5 * (sounds[0] ** 2).mean()
 
 
+@pytest.mark.exhaustive
 def test_melodies_do_not_depend_on_the_method(tmp_path: Path) -> None:
     sounds = [audio_codes.melody(seed) for seed in range(12)]
     codes = torch.tensor([audio_codes.Codec(sounds).encode(sounds[0])])

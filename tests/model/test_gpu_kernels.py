@@ -34,7 +34,8 @@ def check(rows: list[dict[str, object]]) -> None:
         assert float(str(row["occupancy"])) >= 0.125, f"fewer than an eighth of the warps of a multiprocessor: {row}"
 
 
-@pytest.mark.parametrize("target", ["cuda:90", pytest.param("hip:gfx942", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
 def test_the_kernels_of_a_common_model_compile_without_spills(target: str, tmp_path: Path) -> None:
     numbers = "int8" if target == "cuda:90" else "auto"
     rows = compiled(tmp_path, "--targets", target, "--heads", "128", "--numbers", numbers, "--variants", "full")

@@ -62,6 +62,7 @@ def invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "has_triton", lambda device: True)
 
 
+@pytest.mark.exhaustive
 def test_logits_have_the_same_bits_in_every_pass(invariant: None) -> None:
     """Of tokens read at once, in parts, and one by one; the model says so, and one with experts does not."""
     network, tokens = tiny_decoder(replace(TINY, vocab=23), dtype=torch.float32, device=DEVICE), list(range(1, 12))

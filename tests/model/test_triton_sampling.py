@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from covering import covering_cases
+from covering import covering_parameters
 from exact import Chooser, RejectionByTests, distance, random_distribution, sequence_distribution, tree_of
 from foretell.accept import Rejection
 from foretell.core import draft_tests
@@ -36,7 +36,8 @@ CASES = list(
         ("normal", "ties", "equal", "infinite", "nan", "none"),
     )
 )
-COVERING = [CASES[i] for i in covering_cases(CASES[:: 1 + len(CASES) // 1500], 2)]
+SAMPLE = [CASES[i] for i in np.random.default_rng(0).permutation(len(CASES))[:1500]]
+COVERING = [pytest.param(SAMPLE[i], marks=marks) for i, marks in covering_parameters(SAMPLE, 2).items()]
 SEEDS = range(3)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

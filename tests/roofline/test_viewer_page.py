@@ -106,6 +106,7 @@ TYPED = {
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_every_control_reacts_to_change_alone(browser: Any, address: str) -> None:
     open_page(browser, address, "model=llama-3-8b&hardware=h100-sxm")
     browser.set_script_timeout(120)

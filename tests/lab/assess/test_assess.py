@@ -61,6 +61,7 @@ def measures(*arguments: str | Path) -> dict[str, float]:
     return assessed(*arguments)["measures"]
 
 
+@pytest.mark.exhaustive
 def test_a_model_beside_itself_changes_nothing_and_beside_another_one_does() -> None:
     same = measures(tiny_target(), "--dtype", "float32", "--against", tiny_target())
     changes = ("kl", "total_variation", "changed_tokens", "probe_flips", "new_errors", "changed_answers", "ece_change")

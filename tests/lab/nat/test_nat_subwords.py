@@ -109,6 +109,7 @@ def test_pairs_are_reproducible_and_held_out() -> None:
     assert np.mean([len(p.references) for p in test]) > 3
 
 
+@pytest.mark.exhaustive
 def test_the_comparison_trains_measures_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {
         "pairs": 120,

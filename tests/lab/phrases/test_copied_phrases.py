@@ -160,6 +160,7 @@ def corpus_of(model: Model, length: int = 64) -> tuple[Corpus, list[list[int]]]:
     return encode(pieces, States(model)), pieces
 
 
+@pytest.mark.exhaustive
 def test_training_finds_the_phrases_that_come_next(model: Model) -> None:
     corpus, pieces = corpus_of(model)
     losses = list[float]()

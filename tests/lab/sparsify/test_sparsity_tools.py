@@ -153,6 +153,7 @@ def printed(capsys: pytest.CaptureFixture[str], name: str, *arguments: str | Pat
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
+@pytest.mark.exhaustive
 def test_both_tools_measure_a_model_of_relu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "relu"
     text.write_text("\n\n".join(f"def f{i}(x): return x + {i}" for i in range(300)), "utf-8")
