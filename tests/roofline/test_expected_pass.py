@@ -6,8 +6,9 @@ import pytest
 
 from foretell.api import Model
 from foretell.bench.machine import processor_name
-from foretell.cli.pass_times import expected_pass
+from foretell.cli.pass_times import expected_pass, kept_pass_times
 from foretell.engine.pass_times import PassTimes, load_key
+from foretell.engine.tuning import PRIOR_PASSES
 from foretell.load import load
 from foretell.roofline.analysis import AnalyzedModel, predict_seconds
 from foretell.roofline.calibrate import PROBES, add_to_file, calibrated_hardware, fit_costs, pass_workload, time_probes
@@ -65,3 +66,22 @@ def test_an_engine_begins_with_what_is_expected(model: Model) -> None:
     finally:
         model.pass_times = before
     assert texts[0] == texts[1]
+
+
+def test_without_a_calibration_the_passes_of_the_kernels_are_expected(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where eight tokens take 2.5 times as long as one, few drafts pay from the first step on."""
+    for folder in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(folder, str(tmp_path))
+    monkeypatch.setattr(Model, "usual_passes", PRIOR_PASSES["avx2"])
+    assert expected_pass(model) is None
+    times = kept_pass_times(model, "cpu")
+    assert times.seconds(load_key(1, 0), 1)[:8:7] == pytest.approx([1.0, 2.5])
+    for tokens in (1, 8) * 20:
+        times.observe_pass(load_key(1, 0), 1, tokens, 0.01 if tokens == 1 else 0.04)
+    times.save()
+    learned = kept_pass_times(model, "cpu").seconds(load_key(1, 0), 1)
+    assert learned[7] / learned[0] == pytest.approx(4, rel=0.1)
+    monkeypatch.setattr(Model, "usual_passes", None)
+    assert kept_pass_times(model, "cpu").seconds(load_key(1, 0), 1) == PassTimes().seconds(load_key(1, 0), 1)

@@ -19,6 +19,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
 from foretell.engine.pass_times import PassTimes
 from foretell.engine.request import Update
+from foretell.engine.tuning import PRIOR_PASSES
 from foretell.model.cache.policy import CachePolicy
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.expert_cache import ExpertReads
@@ -70,7 +71,7 @@ class Model(ModelRequests):
             self._runner = partial(EvictingRunner, self.network, cache_policy)
         self.precision, self._checkpoint = precision, checkpoint
         self._speculators: dict[object, Speculator] = {}
-        self.pass_times = PassTimes()
+        self.pass_times = PassTimes(expected=self.usual_passes)
         """Seconds of the passes of its engines, which they learn together."""
 
     @property
@@ -83,6 +84,11 @@ class Model(ModelRequests):
         if self._network is None:
             raise self._unsupported_error()
         return self._network
+
+    @property
+    def usual_passes(self) -> Mapping[int, float] | None:
+        """Times of passes over that of one token by their tokens, of the kernels that run the model; None: unknown."""
+        return None if self._network is None else PRIOR_PASSES.get(self._network.backend.instructions)
 
     @property
     def expert_reads(self) -> ExpertReads | None:

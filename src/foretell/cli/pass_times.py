@@ -21,15 +21,17 @@ _CONTEXT = 256
 
 def kept_pass_times(model: Model, device: str) -> PassTimes:
     """Seconds of a model's passes: those of earlier runs on this machine, kept beside the packed weights; before there
-    are any, those predicted.
+    are any, those predicted, or usual for the kernels.
     """
     machine = processor_name() if device == "cpu" else torch.cuda.get_device_name()
-    identity = f"{model.config} {model.precision} {machine} {device} {torch.get_num_threads()}"
+    expected = (expected_pass(model) if device == "cpu" else None) or model.usual_passes
+    # What is kept is relative to what was expected.
+    identity = f"{model.config} {model.precision} {machine} {device} {torch.get_num_threads()} {expected}"
     if torch.distributed.is_initialized():
         identity += f" {torch.distributed.get_world_size()} processes"
     digest, folder = hashlib.sha256(identity.encode()).hexdigest()[:16], cache_folder()
     file = folder / f"{digest}.times.json" if cache_limit(folder) else None
-    return PassTimes(None, expected_pass(model) if device == "cpu" else None, file, digest)
+    return PassTimes(None, expected, file, digest)
 
 
 def expected_pass(model: Model) -> Mapping[int, float] | None:

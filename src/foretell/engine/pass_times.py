@@ -122,7 +122,8 @@ class PassTimes:
     """Seconds of a pass by requests, tokens and context, and of a drafter's step by requests.
 
     `table`: seconds of a pass by its tokens, interpolated; then nothing is learned about passes. `expected`: the same
-    as a prior; without it, every further token is first assumed to cost `PRIOR_SLOPE` times the first one. `file`:
+    as a prior, of which quotients alone matter; without it, every further token is first assumed to cost `PRIOR_SLOPE`
+    times the first one. `file`:
     where the times are kept for the next start; one that cannot be read, or is of something else than `identity`, is
     ignored.
 

@@ -7,7 +7,15 @@ decoding and of the best fixed number of drafts; `python tools/fit_budget.py NAM
 """
 
 PRIOR_SLOPE = 0.03
-"""Time of a further token over that of a pass over one, before any is measured: about that of the CPU kernels."""
+"""Time of a further token over that of a pass over one, before any is measured."""
+PRIOR_PASSES = {
+    "avx2": {1: 1.0, 2: 1.0, 4: 1.3, 8: 2.5, 16: 4.8, 32: 8.5},
+    "avx512+bf16+vnni": {1: 1.0, 4: 1.15, 8: 1.5, 16: 2.6, 32: 5.0},
+}
+"""Times of passes over so many tokens over that of one by the instructions of the CPU kernels, before any is measured:
+4-bit weights, two cores, `foretell bench step --tokens 1,2,4,8,16,32 --no-engine` (docs/benchmarks.md, "Instruction
+sets"). Other kernels begin with `PRIOR_SLOPE`.
+"""
 PRIOR_DRAFT = 0.1
 """Time of drafting over that of a plain pass, before it is measured."""
 PRIOR_READING, LEAST_UNREAD = 0.005, 16
