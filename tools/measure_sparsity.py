@@ -132,7 +132,7 @@ def fit_choices(
 ) -> dict[tuple[str, float, str], Choice]:
     """Predictors and constant sets of all layers, by unit ("neurons", "heads"), share and kind."""
     config, out = opened.config, dict[tuple[str, float, str], Choice]()
-    generator = torch.Generator().manual_seed(settings.seed)
+    torch.manual_seed(settings.seed)
     needs: Mapping[str, tuple[str, Callable[[BlockActivations, float], Bool[Tensor, "t u"]]]] = {
         "neurons": ("gate_up", needed_neurons),
         "heads": ("qkv", lambda block, sparsity: needed_heads(block, config, sparsity)),
@@ -144,7 +144,7 @@ def fit_choices(
             for share in shares[unit]:
                 wanted, tested = needed(fit, 1 - share), needed(held, 1 - share)
                 chosen = replace(settings, sparsity=1 - share, rank=min(settings.rank, wanted.shape[1]))
-                predictor, _ = fit_predictor(x, wanted, chosen, generator)
+                predictor, _ = fit_predictor(x, wanted, chosen)
                 fixed = constant_set(wanted, config.hidden, share)
                 for kind, rule in (("predictor", predictor), ("constant", fixed)):
                     out.setdefault((unit, share, kind), Choice()).add(rule, other, tested)

@@ -12,7 +12,7 @@ def test_only_new_and_empty_folders_are_written_to_and_those_that_an_interrupted
     require_empty(tmp_path / "new")
     require_empty(tmp_path)
     (tmp_path / "data").mkdir()
-    require_empty(tmp_path, besides="data")
+    require_empty(tmp_path, "data", "checkpoint")
     for besides in ("", "datum"):
         with pytest.raises(ValueError, match="there is something already"):
             require_empty(tmp_path, besides)

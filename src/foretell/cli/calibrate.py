@@ -44,7 +44,7 @@ def temperature(
 
     foretell generate "Why is the sky blue?" --method dynamic_tree --draft-model calibrated
     """
-    require_empty(out, besides=_DATA if data_folder is None else "")
+    require_empty(out, *((_DATA,) if data_folder is None else ()))
     console, target = Console(stderr=True), load_model(model, dtype)
     network = temperature_network(target.speculator(speculator))
     dataset = open_or_generate(data_folder, out / _DATA, target, tokens=tokens, model=model, dtype=dtype)

@@ -1,23 +1,30 @@
 """`foretell train exits`: fit output heads after some of a model's layers."""
 
 import shlex
+import shutil
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
+import torch
 import typer
 from rich.console import Console
 
 from foretell.api import Model
 from foretell.cli import options
 from foretell.cli.data import open_or_generate
-from foretell.cli.given import refuse_unused
+from foretell.cli.given import all_options, refuse_unused
+from foretell.cli.interrupt import Interrupt
 from foretell.cli.setup import load_model
 from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.train.data.features import parse_hidden_layers
+from foretell.train.exits.checkpoints import Checkpoints, digest
 from foretell.train.exits.classifiers import HaltingSettings
 from foretell.train.exits.job import ExitSettings, default_layers, fit_exits, quality_table, save_exits
 from foretell.train.exits.joint import JointSettings, parse_weights
+from foretell.train.loop.checkpoint import FOLDER
 from foretell.utils.paths import require_empty
 
 _DATA = "data"
@@ -29,7 +36,7 @@ _DATA = "data"
 def exits(
     ctx: typer.Context,
     model: options.SourceModel,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the exits.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the exits; training resumes in it.")],
     data_folder: options.AnswersSet = None,
     layers: Annotated[
         str, typer.Option(metavar="LIST", help="Exits after so many layers, as 6,12,18. Default: every tenth.")
@@ -58,16 +65,17 @@ def exits(
     ] = 0.0,
     classifiers: options.Settings = options.NO_SETTINGS,
     dtype: options.Dtype = "auto",
+    save_minutes: options.SaveMinutes = 10.0,
 ) -> None:
     """Fit exits, heads after some of a model's layers, on its own answers: for the methods layer_skip and
-    early_exit_lossy.
+    early_exit_lossy. The same command resumes interrupted gradient steps.
 
     foretell train exits smollm2-135m --out exits
 
     foretell generate "Why is the sky blue?" --method layer_skip --draft-model exits
     """
     steps, inner, blocks = settings["steps"], settings["inner"], settings["blocks"]
-    refuse_unused(ctx, ("rate",), "there are no gradient steps without --steps", not steps)
+    refuse_unused(ctx, ("rate", "save_minutes"), "there are no gradient steps without --steps", not steps)
     refuse_unused(ctx, ("exit_weights", "weight_warmup"), "--joint trains the exits together", not joint)
     agreement = classifiers["halting"] == "agreement"
     refuse_unused(ctx, ("oracle", "penalty", "width"), "--halting agreement asks for no best depth", agreement)
@@ -80,7 +88,7 @@ def exits(
             f"--blocks {blocks}: decoder blocks are trained by gradient, with a linear map; give --steps, and neither "
             "--inner nor --kind shared"
         )
-    require_empty(out, besides=_DATA if data_folder is None else "")
+    require_empty(out, FOLDER, *((_DATA,) if data_folder is None else ()))
     console = Console(stderr=True)
     target = load_model(model, dtype)
     chosen = parse_hidden_layers(layers, target.config.layers, "--layers") if layers else ()
@@ -99,9 +107,18 @@ def exits(
         draft_model=None if blocks_from is None else _draft_model(target, blocks_from),
         halting=HaltingSettings(**classifiers),
     )
-    with console.status("reading the data set") as status:
-        fitted = fit_exits(target, dataset, exit_settings, status.update)
+    training = all_options(ctx, but=("out", "save_minutes")) | {
+        "the data": digest(torch.from_numpy(np.concatenate([dataset[i].tokens for i in range(len(dataset))]))),
+        "the model": target.checkpoint.fingerprint(),
+    }
+    with console.status("reading the data set") as status, ExitStack() as stack:
+        checkpoints = None
+        if steps:
+            interrupt = stack.enter_context(Interrupt())
+            checkpoints = Checkpoints(out, training, save_minutes, lambda: interrupt.requested)
+        fitted = fit_exits(target, dataset, exit_settings, status.update, checkpoints)
     save_exits(out, fitted, shlex.join(["foretell", *sys.argv[1:]]))
+    shutil.rmtree(out / FOLDER, ignore_errors=True)
     typer.echo("\n".join(quality_table(fitted.quality)))
     console.print(
         f"{out}: {len(fitted.quality)} exits, fitted on {fitted.tokens:,} tokens, measured on {fitted.held_out:,}; use "

@@ -48,15 +48,16 @@ def test_what_a_token_needs_by_hand() -> None:
 
 def test_a_predictor_of_other_tokens_finds_what_a_constant_set_finds() -> None:
     """Recall comes from the token: without it nothing is left but how often units are needed."""
-    measure, generator = tool("measure_sparsity.py"), torch.Generator().manual_seed(0)
-    x, gate = torch.randn(6000, 24, generator=generator), torch.randn(64, 24, generator=generator)
+    measure = tool("measure_sparsity.py")
+    torch.manual_seed(0)
+    x, gate = torch.randn(6000, 24), torch.randn(64, 24)
     needed = largest((x @ gate.T + torch.linspace(-6, 6, 64)).relu(), 0.8)
     settings = PredictorSettings(sparsity=0.8, rank=12, steps=200)
     fixed, own, other = measure.constant_set(needed[:5000], 24, 0.2), measure.Choice(), measure.Choice()
     assert set(fixed.bias.nonzero().flatten().tolist()) == set(needed[:5000].sum(0).topk(13).indices.tolist())
-    shuffled = x[torch.randperm(len(x), generator=generator)]
+    shuffled = x[torch.randperm(len(x))]
     for choice, read in ((own, x), (other, shuffled)):
-        predictor, _ = fit_predictor(read[:5000], needed[:5000], settings, generator)
+        predictor, _ = fit_predictor(read[:5000], needed[:5000], settings)
         choice.add(predictor, read[5000:], needed[5000:])
     constant = float((fixed.choose(x[5000:]) & needed[5000:]).sum() / needed[5000:].sum())
     assert own.read / own.units == pytest.approx(0.2, abs=0.02) == other.read / other.units

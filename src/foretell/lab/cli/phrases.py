@@ -44,7 +44,7 @@ def train_command(
 
     foretell phrases train --text articles --out phrases
     """
-    require_empty(out, besides=FOLDER)
+    require_empty(out, FOLDER)
     target, losses = load_model(model), list[float]()
     pieces, _ = read_pieces(text, target, tokens)
     training = all_options(ctx, but=("out", "save_minutes")) | {

@@ -1,6 +1,8 @@
 """`foretell train sparsity`: fit predictors of the neurons and heads that a token needs."""
 
+import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +11,8 @@ import typer
 from rich.console import Console
 
 from foretell.cli import options
+from foretell.cli.given import all_options, refuse_unused
+from foretell.cli.interrupt import Interrupt
 from foretell.lab.cli.quantize import CalibrationTokens, HeldBackTokens, Text
 from foretell.lab.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_comparison
 from foretell.lab.sparsify.predictors import (
@@ -20,45 +24,58 @@ from foretell.lab.sparsify.predictors import (
 )
 from foretell.model.load.network import runs_on_kernels
 from foretell.model.offload.sparsity_file import SparsityFile
+from foretell.train.exits.checkpoints import Checkpoints, digest
+from foretell.train.loop.checkpoint import FOLDER
 from foretell.utils.paths import require_empty
 
 
 @options.with_settings(PredictorSettings())
 def sparsity(
+    ctx: typer.Context,
     model: options.SourceModel,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; fitting resumes in it.")],
     settings: options.Settings = options.NO_SETTINGS,
     text: Text = None,
     calibration_tokens: CalibrationTokens = 8192,
     held_back_tokens: HeldBackTokens = 2048,
     dtype: options.Dtype = "auto",
+    save_minutes: options.SaveMinutes = 10.0,
 ) -> None:
     """Fit predictors per layer of the neurons and heads that a token needs (Deja Vu), and measure what that costs.
-    Lossy as a target, lossless as a draft of the dense model.
+    Lossy as a target, lossless as a draft of the dense model. The same command resumes interrupted gradient steps.
 
     foretell train sparsity smollm2-135m --sparsity 0.5 --out predicted
 
     foretell generate "Why is the sky blue?" --sparsity predicted
     """
-    require_empty(out)
     asked = PredictorSettings(**settings)
+    refuse_unused(ctx, ("save_minutes",), "there are no gradient steps with --steps 0", not asked.steps)
+    require_empty(out, FOLDER)
     console, source = Console(stderr=True), open_source(model, "made sparse")
     check_settings(source.config, asked)
     if asked.look_ahead and not runs_on_kernels(source.config, torch.device("cpu")):
         raise ValueError("--look-ahead needs a model that the CPU kernels run, and they do not run this one here")
     calibration_text = read_calibration_text(source, text, calibration_tokens, held_back_tokens, asked.seed, console)
-    with console.status("fitting") as status:
-        fitted = fit_predictors(source.config, source.weights, calibration_text.calibration, asked, status.update)
+    tokens, checkpoints = calibration_text.calibration, None
+    training = all_options(ctx, but=("out", "save_minutes")) | {
+        "the text": digest(tokens), "the model": fingerprint(source),
+    }  # fmt: skip
+    with console.status("fitting") as status, ExitStack() as stack:
+        if asked.steps:
+            interrupt = stack.enter_context(Interrupt())
+            checkpoints = Checkpoints(out, training, save_minutes, lambda: interrupt.requested)
+        fitted = fit_predictors(source.config, source.weights, tokens, asked, status.update, checkpoints)
     save_predictors(out, [each.rule for each in fitted])
     file = SparsityFile(
         method="deja_vu", model=fingerprint(source), layers=source.config.layers, sparsity=asked.sparsity,
         thresholds=tuple((each.rule.threshold,) for each in fitted), text=calibration_text.origin,
-        tokens=calibration_text.calibration.numel(), recall=tuple(each.neurons.own for each in fitted),
+        tokens=tokens.numel(), recall=tuple(each.neurons.own for each in fitted),
         recall_ahead=tuple(each.neurons.ahead for each in fitted if each.neurons.ahead is not None),
         recall_of_fixed_set=tuple(each.neurons.chance for each in fitted),
         block=asked.block, look_ahead=asked.look_ahead, **_of_heads(fitted, asked.head_sparsity),
     )  # fmt: skip
     save_with_comparison(file, out, model, dtype, calibration_text, console)
+    shutil.rmtree(out / FOLDER, ignore_errors=True)
 
 
 def _of_heads(fitted: Sequence[FittedPredictor], sparsity: float) -> dict[str, Any]:

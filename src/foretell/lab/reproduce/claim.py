@@ -17,7 +17,7 @@ SPEC_BENCH = "Spec-Bench (arXiv 2401.07851), greedy, one sequence"
 @dataclass(frozen=True)
 class Run:
     """Answers of one method. `prompts`: which of the lab's. `repeat`: seeds per prompt. `corpus`: whether it drafts
-    from modules of Python's library, of which none is in the prompts. `free`: whether drafts cost no time, where
+    from modules of Python code, of which none is in the prompts. `free`: whether drafts cost no time, where
     measured times would choose them.
     """
 

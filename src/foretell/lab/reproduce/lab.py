@@ -2,10 +2,11 @@
 
 import json
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 from foretell.api import Model, named_inputs
@@ -34,6 +35,11 @@ _HELD_BACK = (
     "tarfile", "textwrap", "wave",
 )  # fmt: skip
 """Modules of Python's library that are in no corpus: their code is to be continued."""
+_HELD_BACK_OF_PACKAGES = {
+    "rich": ("color", "layout", "markdown", "panel", "prompt", "spinner", "status", "tree"),
+    "jinja2": ("bccache", "debug", "loaders", "visitor"),
+}
+"""The same of packages that are installed with this one and that others wrote."""
 
 
 class _FreeDrafts(PassTimes):
@@ -67,13 +73,34 @@ def library_sources() -> tuple[dict[str, str], list[str]]:
     Raises:
         ValueError: this Python has no sources of its library.
     """
-    root, left_out = Path(sysconfig.get_path("stdlib")), {"test", "tests", "idle_test", "site-packages"}
+    return _sources(Path(sysconfig.get_path("stdlib")), _HELD_BACK)
+
+
+def code_sources() -> tuple[dict[str, str], list[str]]:
+    """`library_sources`, and the same of packages: two sources, written apart.
+
+    Raises:
+        ValueError: see `library_sources`.
+    """
+    held, others = library_sources()
+    for package, names in _HELD_BACK_OF_PACKAGES.items():
+        spec = find_spec(package)
+        assert spec is not None and spec.origin is not None
+        more, rest = _sources(Path(spec.origin).parent, names)
+        held |= {f"{package}.{name}": text for name, text in more.items()}
+        others += rest
+    return held, others
+
+
+def _sources(root: Path, names: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """The modules of a folder with these names, and all others but tests and other packages."""
+    left_out = {"test", "tests", "idle_test", "site-packages"}
     paths = [path for path in sorted(root.rglob("*.py")) if not left_out & set(path.relative_to(root).parts)]
     sources = {path: path.read_text(encoding="utf-8", errors="ignore") for path in paths}
-    held = {path.stem: text for path, text in sources.items() if path.stem in _HELD_BACK and path.parent == root}
-    if len(held) < len(_HELD_BACK):
-        raise ValueError(f"{root}: this Python has no sources of its library, of which the claim makes its datastore")
-    return held, [text for path, text in sources.items() if path.stem not in _HELD_BACK]
+    held = {path.stem: text for path, text in sources.items() if path.stem in names and path.parent == root}
+    if len(held) < len(names):
+        raise ValueError(f"{root}: sources of Python are missing here, of which the claim makes its datastore")
+    return held, [text for path, text in sources.items() if path.stem not in names]
 
 
 class LabSettings(FileModel):
@@ -139,7 +166,7 @@ class Lab:
     @cached_property
     def _code(self) -> tuple[str, ...]:
         """Pieces of the modules that are held back, with a request to continue each."""
-        return tuple(f"Continue:\n\n```python\n{source[800:1400]}" for source in library_sources()[0].values())
+        return tuple(f"Continue:\n\n```python\n{source[800:1400]}" for source in code_sources()[0].values())
 
     def run(self, run: Run) -> LabRun:
         """The answers of a run, which are decoded once per folder.
@@ -193,7 +220,7 @@ class Lab:
 
     def build(self, run: Run, options: Mapping[str, object], drafts: Sequence[Model | Path]) -> AnyMethod:
         """The method of a run."""
-        references = library_sources()[1] if run.corpus else ()
+        references = code_sources()[1] if run.corpus else ()
         return self.model.method(run.method, options or None, drafts=drafts, references=references, shared=True)
 
     def _engine(self, method: AnyMethod, free: bool) -> Engine:

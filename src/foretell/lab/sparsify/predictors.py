@@ -19,6 +19,7 @@ from foretell.model.block.sparsity import PredictedNeurons, Predictor
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.weights import Weights
 from foretell.model.offload.sparsity_file import PREDICTORS
+from foretell.train.exits.checkpoints import Checkpoints
 from foretell.utils.options import Option
 
 Tensor = torch.Tensor
@@ -104,29 +105,36 @@ def fit_predictors(
     tokens: Int[Tensor, "b s"],
     settings: PredictorSettings,
     progress: Callable[[str], None] = lambda _: None,
+    checkpoints: Checkpoints | None = None,
 ) -> list[FittedPredictor]:
     """Fit predictors per layer on calibration text. A token needs the neurons with the largest contributions, the
     magnitude of the neuron times the norm of its column of down, since SwiGLU has no exact zeros (of those of ReLU none
-    that is zero); and the heads whose part of the attention's output has the largest norm.
+    that is zero); and the heads whose part of the attention's output has the largest norm. With `checkpoints` the
+    gradient steps go on after the latest one; the rest is computed again.
 
     Raises:
-        ValueError: see `check_settings`.
+        ValueError: see `check_settings`; or a checkpoint is damaged, of another fit, or cannot be written.
+        KeyboardInterrupt: `checkpoints.should_stop` returned True; a checkpoint was written.
     """
     check_settings(config, settings)
     fitted = list[FittedPredictor]()
     before: dict[Role, Tensor] | None = None
-    generator = torch.Generator().manual_seed(settings.seed)
-    for block in block_activations(config, weights, tokens):
-        fit = _Fit(block.inputs, before, settings, generator)
-        needed = needed_neurons(block, settings.sparsity, settings.block)
-        rule, recall = fit("gate_up", needed, settings.sparsity)
-        heads, of_heads = None, None
-        if settings.head_sparsity:
-            heads, of_heads = fit("qkv", needed_heads(block, config, settings.head_sparsity), settings.head_sparsity)
-        neurons = PredictedNeurons(**vars(rule), unit=settings.block, heads=heads)
-        fitted.append(FittedPredictor(neurons, recall, of_heads))
-        before = {"qkv": block.inputs["qkv"], "gate_up": block.inputs["gate_up"]}
-        progress(f"layer {block.index + 1} of {config.layers}: recall {recall.own:.1%}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        for block in block_activations(config, weights, tokens):
+            own = None if checkpoints is None else checkpoints.part(f"layer-{block.index + 1}")
+            fit = _Fit(block.inputs, before, settings, own)
+            needed = needed_neurons(block, settings.sparsity, settings.block)
+            rule, recall = fit("gate_up", needed, settings.sparsity)
+            heads, of_heads = None, None
+            if settings.head_sparsity:
+                heads, of_heads = fit(
+                    "qkv", needed_heads(block, config, settings.head_sparsity), settings.head_sparsity
+                )
+            neurons = PredictedNeurons(**vars(rule), unit=settings.block, heads=heads)
+            fitted.append(FittedPredictor(neurons, recall, of_heads))
+            before = {"qkv": block.inputs["qkv"], "gate_up": block.inputs["gate_up"]}
+            progress(f"layer {block.index + 1} of {config.layers}: recall {recall.own:.1%}")
     return fitted
 
 
@@ -137,17 +145,20 @@ class _Fit:
     inputs: Mapping[Role, Tensor]
     before: Mapping[Role, Tensor] | None
     settings: PredictorSettings
-    generator: torch.Generator
+    checkpoints: Checkpoints | None
 
     def __call__(self, role: Role, needed: Bool[Tensor, "t u"], sparsity: float) -> tuple[Predictor, Recall]:
         """The predictor of the needed units from what a matrix reads, and what it finds."""
         chosen = replace(self.settings, sparsity=sparsity, rank=min(self.settings.rank, needed.shape[1]))
-        rule, own = fit_predictor(self.inputs[role], needed, chosen, self.generator)
+        rule, own = fit_predictor(self.inputs[role], needed, chosen, self._part(role))
         chance = _chance(needed, sparsity)
         if self.before is None:
             return rule, Recall(own, None, chance)
-        ahead, share = fit_predictor(self.before[role], needed, chosen, self.generator)
+        ahead, share = fit_predictor(self.before[role], needed, chosen, self._part(f"{role}-ahead"))
         return (replace(ahead, ahead=True) if self.settings.look_ahead else rule), Recall(own, share, chance)
+
+    def _part(self, name: str) -> Checkpoints | None:
+        return None if self.checkpoints is None else self.checkpoints.part(name)
 
 
 def needed_heads(block: BlockActivations, config: ModelConfig, sparsity: float) -> Bool[Tensor, "t h"]:
@@ -183,13 +194,16 @@ def largest(size: Float[Tensor, "*t u"], sparsity: float) -> Bool[Tensor, "*t u"
 
 
 def fit_predictor(
-    x: Float[Tensor, "t d"], needed: Bool[Tensor, "t u"], settings: PredictorSettings, generator: torch.Generator
+    x: Float[Tensor, "t d"],
+    needed: Bool[Tensor, "t u"],
+    settings: PredictorSettings,
+    checkpoints: Checkpoints | None = None,
 ) -> tuple[Predictor, float]:
     """A predictor of the needed units, and its recall on tokens held out."""
     kept = len(x) - max(1, round(_HELD_OUT * len(x)))
     with torch.enable_grad():
         start = _closed_form(x[:kept], needed[:kept], settings.rank)
-        inputs, outputs, bias = _refine(x[:kept].clone(), needed[:kept], start, settings, generator)
+        inputs, outputs, bias = _refine(x[:kept].clone(), needed[:kept], start, settings, checkpoints)
     scores = x @ inputs.T @ outputs.T + bias
     flat = scores[:kept].flatten()
     flat = flat[:: max(1, len(flat) >> 22)]
@@ -220,18 +234,22 @@ def _refine(
     needed: Bool[Tensor, "t f"],
     start: tuple[Tensor, Tensor, Tensor],
     settings: PredictorSettings,
-    generator: torch.Generator,
+    checkpoints: Checkpoints | None,
 ) -> tuple[Float[Tensor, "r d"], Float[Tensor, "f r"], Float[Tensor, " f"]]:
     """Steps of AdamW on the binary cross-entropy of the labels; scores begin as four times those of the regression."""
-    parts = [(part * factor).requires_grad_() for part, factor in zip(start, (1.0, 4.0, 4.0), strict=True)]
+    parts = [torch.nn.Parameter(part * factor) for part, factor in zip(start, (1.0, 4.0, 4.0), strict=True)]
     optimizer = torch.optim.AdamW(parts, settings.rate, weight_decay=0.01)
-    for _ in range(settings.steps):
-        rows = torch.randint(len(x), (min(settings.batch, len(x)),), generator=generator)
+    losses = [] if checkpoints is None or not settings.steps else checkpoints.resume(optimizer)
+    for step in range(len(losses), settings.steps):
+        rows = torch.randint(len(x), (min(settings.batch, len(x)),))
         scores = x[rows] @ parts[0].T @ parts[1].T + parts[2]
         loss = F.binary_cross_entropy_with_logits(scores, needed[rows].float())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+        losses.append(loss.item())
+        if checkpoints is not None:
+            checkpoints.after_step(optimizer, losses, step + 1 == settings.steps)
     inputs, outputs, bias = (part.detach() for part in parts)
     return inputs, outputs, bias
 

@@ -1,11 +1,13 @@
 """Training of the decoder blocks of an exit, with its norm and map, on whole sequences of a target's states."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import count
 
 import torch
 from jaxtyping import Bool, Float
 
 from foretell.speculator.network.exits import Exits
+from foretell.train.exits.checkpoints import Checkpoints
 from foretell.train.exits.descent import Descent, OnStep, ignore_step, random_batches
 from foretell.train.exits.states import LayerStates, SequenceStates
 from foretell.train.objective.candidates import sample_candidates
@@ -23,17 +25,23 @@ def train_blocks(
     rate: float,
     seed: int = 0,
     on_step: OnStep = ignore_step,
+    checkpoints: Checkpoints | None = None,
 ) -> None:
     """Train the blocks, norm and map of the only exit on the cross-entropy with the target's distribution over the
     draft vocabulary, a sample of it per batch; `on_step` gets the step and the loss.
     """
     parameters = [p for part in (exits.blocks, exits.norms, exits.maps) for p in part.parameters()]
-    device, batches = parameters[0].device, _batches(states, seed)
+    device, drawn = parameters[0].device, count()
+    batches = random_batches([len(x) for x in states.exit], BATCH_TOKENS, seed)
+
+    def loss(step: int) -> Float[torch.Tensor, ""]:
+        while next(drawn) < step:
+            next(batches)  # of a step before the checkpoint
+        return _loss(exits, *(part.to(device) for part in _batch(states, next(batches))))
+
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        Descent.of_blocks(steps, rate).run(
-            parameters, lambda _: _loss(exits, *(part.to(device) for part in next(batches))), on_step
-        )
+        Descent.of_blocks(steps, rate).run(parameters, loss, on_step, checkpoints)
 
 
 @torch.inference_mode()
@@ -59,15 +67,14 @@ def _loss(
     return -(target * logits.log_softmax(-1)).sum(-1).mean()
 
 
-def _batches(states: SequenceStates, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Sequences in a random order, without end: the states at the exit, padded at the end; which tokens are to be
-    learned; and the last layer's states there.
+def _batch(states: SequenceStates, chosen: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Some sequences: the states at the exit, padded at the end; which tokens are to be learned; and the last layer's
+    states there.
     """
-    for chosen in random_batches([len(x) for x in states.exit], BATCH_TOKENS, seed):
-        longest = max(len(states.exit[i]) for i in chosen)
-        x = torch.zeros(len(chosen), longest, states.exit[0].shape[1])
-        mask = torch.zeros(len(chosen), longest, dtype=torch.bool)
-        for row, i in enumerate(chosen):
-            length = len(states.exit[i])
-            x[row, :length], mask[row, states.first[i] : length] = states.exit[i].float(), True
-        yield x, mask, torch.cat([states.final[i] for i in chosen]).float()
+    longest = max(len(states.exit[i]) for i in chosen)
+    x = torch.zeros(len(chosen), longest, states.exit[0].shape[1])
+    mask = torch.zeros(len(chosen), longest, dtype=torch.bool)
+    for row, i in enumerate(chosen):
+        length = len(states.exit[i])
+        x[row, :length], mask[row, states.first[i] : length] = states.exit[i].float(), True
+    return x, mask, torch.cat([states.final[i] for i in chosen]).float()

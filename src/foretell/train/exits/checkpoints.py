@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -37,6 +37,10 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         self._store, self._saved, self._begun = CheckpointStore(self.out, DescentState), time.monotonic(), 0.0
+
+    def part(self, name: str) -> "Checkpoints":
+        """Those of one of several descents that follow each other, kept beside the others'."""
+        return replace(self, out=self.out / FOLDER / name)
 
     @torch.no_grad()
     def resume(self, optimizer: torch.optim.Optimizer) -> list[float]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 
 from foretell.speculator.network.exits import DRAFT_PROBABILITY, DraftQuality, Exits
+from foretell.train.exits.checkpoints import Checkpoints
 from foretell.train.exits.descent import Descent
 from foretell.train.exits.least_squares import LeastSquares
 from foretell.train.exits.states import LayerStates
@@ -61,6 +62,7 @@ def refine(
     rate: float = 1e-3,
     seed: int = 0,
     on_step: Callable[[int, int, float], None] = lambda *_: None,
+    checkpoints: Checkpoints | None = None,
 ) -> None:
     """Train norms, maps and networks by gradient on the cross-entropy with the target's distribution over the draft
     vocabulary; each exit by itself, so that no exit's gradient meets another's.
@@ -68,13 +70,15 @@ def refine(
     `on_step` gets the layer, the step and the loss.
     """
     for i, layer in enumerate(exits.config.layers):
-        generator = torch.Generator().manual_seed(seed)
 
-        def loss(_: int, i: int = i, generator: torch.Generator = generator) -> Float[torch.Tensor, ""]:
-            return exit_loss(exits, i, states, torch.randint(len(states), (BATCH,), generator=generator))
+        def loss(_: int, i: int = i) -> Float[torch.Tensor, ""]:
+            return exit_loss(exits, i, states, torch.randint(len(states), (BATCH,)))
 
         trained = [p for m in _modules_of(exits, i) for p in m.parameters()]
-        Descent(steps, rate).run(trained, loss, partial(on_step, layer))
+        own = None if checkpoints is None else checkpoints.part(f"exit-{layer}")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            Descent(steps, rate).run(trained, loss, partial(on_step, layer), own)
 
 
 def exit_loss(exits: Exits, i: int, states: LayerStates, index: Int[torch.Tensor, " n"]) -> Float[torch.Tensor, ""]:

@@ -19,6 +19,7 @@ from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.speculator.network.exits import Exits, ExitsConfig, block_config
 from foretell.train.data.dataset import Dataset, Document
 from foretell.train.exits.blocks import block_outputs, train_blocks
+from foretell.train.exits.checkpoints import Checkpoints
 from foretell.train.exits.classifiers import HaltingSettings, fit_classifiers
 from foretell.train.exits.fit import (
     ExitKind,
@@ -92,11 +93,14 @@ def fit_exits(
     data: Dataset,
     settings: ExitSettings,
     on_progress: Callable[[str], None] = lambda _: None,
+    checkpoints: Checkpoints | None = None,
 ) -> FittedExits:
-    """Fit exits on a data set of the model's answers. `on_progress` gets what is being done.
+    """Fit exits on a data set of the model's answers. `on_progress` gets what is being done. With `checkpoints` the
+    gradient steps go on after the latest one; what needs no steps is done again.
 
     Raises:
-        ValueError: the model's layers keep more than keys and values, an exit does not exist, or the data are too few.
+        ValueError: the model's layers keep more than keys and values, an exit does not exist, or the data are too few;
+            or see `Descent.run`.
     """
     network, config = model.network, model.config
     check_spans(config)
@@ -112,7 +116,7 @@ def fit_exits(
     exits = build_exits(model, settings, layers, train)
     on_progress(f"reading the states of {len(layers)} layers")
     if settings.blocks:
-        states = _train_with_blocks(exits, network, train, settings, on_progress, data)
+        states = _train_with_blocks(exits, network, train, settings, on_progress, data, checkpoints)
     else:
         states = _checked(collect_states(network, train, layers, settings.tokens), data)
         if settings.kind == "linear":
@@ -120,7 +124,7 @@ def fit_exits(
         else:
             set_shared(exits, final_norm_weight(network))
         if settings.steps:
-            _train_by_gradient(exits, states, settings, on_progress)
+            _train_by_gradient(exits, states, settings, on_progress, checkpoints)
     head = model.checkpoint.embedding_and_head(torch.float32).head
     on_progress("fitting the classifiers")
     fit_classifiers(exits, states, target_tokens(head, states), settings.halting, settings.seed)
@@ -148,6 +152,7 @@ def _train_with_blocks(
     settings: ExitSettings,
     on_progress: Callable[[str], None],
     data: Dataset,
+    checkpoints: Checkpoints | None,
 ) -> LayerStates:
     """Train the decoder blocks of the only exit with its norm and map; their outputs, for the classifier."""
     layer = exits.config.layers[0]
@@ -156,24 +161,32 @@ def _train_with_blocks(
         fit_linear(exits, _checked(block_outputs(exits, sequences, _SOME_TOKENS), data))
     train_blocks(
         exits, sequences, settings.steps, settings.rate, settings.seed,
-        lambda step, loss: on_progress(f"exit after {layer} layers: step {step}, loss {loss:.3f}"),
+        lambda step, loss: on_progress(f"exit after {layer} layers: step {step}, loss {loss:.3f}"), checkpoints,
     )  # fmt: skip
     return _checked(block_outputs(exits, sequences, _SOME_TOKENS), data)
 
 
 def _train_by_gradient(
-    exits: Exits, states: LayerStates, settings: ExitSettings, on_progress: Callable[[str], None]
+    exits: Exits,
+    states: LayerStates,
+    settings: ExitSettings,
+    on_progress: Callable[[str], None],
+    checkpoints: Checkpoints | None,
 ) -> None:
     """Each exit by itself, or all together."""
     training = exits, states, settings.steps, settings.rate, settings.seed
     if settings.joint is not None:
         train_jointly(
-            *training, settings.joint, lambda step, loss: on_progress(f"all exits: step {step}, loss {loss:.3f}")
+            *training,
+            settings.joint,
+            lambda step, loss: on_progress(f"all exits: step {step}, loss {loss:.3f}"),
+            checkpoints,
         )
     else:
         refine(
             *training,
             lambda layer, step, loss: on_progress(f"exit after {layer} layers: step {step}, loss {loss:.3f}"),
+            checkpoints,
         )
 
 

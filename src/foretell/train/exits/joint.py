@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 
 from foretell.speculator.network.exits import Exits
+from foretell.train.exits.checkpoints import Checkpoints
 from foretell.train.exits.descent import Descent, OnStep, ignore_step
 from foretell.train.exits.fit import BATCH, exit_loss
 from foretell.train.exits.states import LayerStates
@@ -56,14 +57,16 @@ def train_jointly(
     seed: int,
     settings: JointSettings,
     on_step: OnStep = ignore_step,
+    checkpoints: Checkpoints | None = None,
 ) -> None:
     """Train all exits at once on the weighted sum of their losses."""
-    generator = torch.Generator().manual_seed(seed)
 
     def loss(step: int) -> Float[torch.Tensor, ""]:
-        index = torch.randint(len(states), (BATCH,), generator=generator)
+        index = torch.randint(len(states), (BATCH,))
         weights = settings.at(step, steps)
         return torch.stack([w * exit_loss(exits, i, states, index) for i, w in enumerate(weights)]).sum()
 
     parts = (exits.norms, exits.maps, exits.up, exits.down)
-    Descent(steps, rate).run([p for part in parts for p in part.parameters()], loss, on_step)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Descent(steps, rate).run([p for part in parts for p in part.parameters()], loss, on_step, checkpoints)
