@@ -27,6 +27,7 @@ from foretell.engine.statistics import StepTime
 from foretell.engine.step_costs import StepCosts, StepLoad
 from foretell.engine.tuning import (
     CHILD_SHARE,
+    COSTLY_INTERVAL,
     FIRST_STEPS,
     FLOOR_SLACK,
     HORIZON,
@@ -308,17 +309,19 @@ class Budget:
         if not trials.left:
             if self._step < trials.next or not self._may_try:
                 return []
-            plain = self._costs.at(0)
-            lost = self._costs.at(TRIAL_NODES) - plain
-            lost += self._costs.drafting(source, TRIAL_REQUESTS)
-            lost += self._costs.reading(source, which)[0] * min(1, TRIAL_REQUESTS / len(which))
-            trials.next = self._step + TRIAL_INTERVAL
-            if TRIAL_STEPS * lost > TRIAL_SHARE * plain * (self._step - trials.since):
+            plain, reading = self._costs.at(0), self._costs.reading(source, which)[0]
+            # The chances of drafts with scores are learned without a verification of those that do not pay.
+            trials.forced = 0 if source.scored and not reading else TRIAL_NODES
+            lost = self._costs.at(trials.forced) - plain + self._costs.drafting(source, TRIAL_REQUESTS)
+            lost += reading * min(1, TRIAL_REQUESTS / len(which))
+            trials.next, past = self._step + TRIAL_INTERVAL, self._step - trials.since
+            is_early = trials.forced and past < COSTLY_INTERVAL
+            if is_early or TRIAL_STEPS * lost > TRIAL_SHARE * plain * past:
                 return []
             trials.left, trials.since = TRIAL_STEPS, self._step
         trials.left -= 1
         self.statistics.trials += 1
-        self._trial_nodes = TRIAL_NODES
+        self._trial_nodes = trials.forced
         start = trials.next % len(which)
         return (which[start:] + which[:start])[:TRIAL_REQUESTS]
 

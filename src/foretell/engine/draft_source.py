@@ -17,6 +17,8 @@ class Trials:
     """Step of the last trial, or of switching."""
     left: int = 0
     """Steps of the present trial that are left."""
+    forced: int = 0
+    """Drafts that it verifies beyond those that pay."""
     until: int = 0
     """Step until which it stays off without another look."""
 

@@ -79,8 +79,8 @@ and drafts that are verified beyond those that pay.
 """
 TRIAL_SHARE = 0.01
 """Share of the time that trials take at most."""
-TRIAL_INTERVAL = 64
-"""Least number of steps between two trials."""
+TRIAL_INTERVAL, COSTLY_INTERVAL = 16, 64
+"""Least number of steps between two trials, and between two that read a text or verify drafts that do not pay."""
 OFF, ON = 0.99, 1.01
 """Rates over those without a drafter below which it is no longer asked, and from which on it is asked again."""
 READING_GAIN = 1.05
