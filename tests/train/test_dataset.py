@@ -224,6 +224,13 @@ def test_a_model_that_asks_nothing_is_told_so(model: Model, tmp_path: Path) -> N
             pass
 
 
+def test_a_model_without_a_chat_template_answers_given_texts_only(model: Model) -> None:
+    base = Model("base", LETTERS, replace(model.codec, chat_template=None), model.network, "float64", eos=ENDS)
+    with pytest.raises(ValueError, match=r"base has no chat template, so it writes no prompts: .*--prompts FILE"):
+        PromptSource(base, MANIFEST, None)
+    assert PromptSource(base, MANIFEST, [base.tokens("abc")]).given_prompt(0) == base.codec.encode("abc")
+
+
 def test_another_setting_does_not_mix_into_a_set(tmp_path: Path) -> None:
     with DatasetWriter(tmp_path, MANIFEST) as collection:
         collection.add(DocumentRecord(number=0, tokens=[1, 2], start=1))

@@ -28,9 +28,18 @@ _MAX_UNUSABLE_PROMPTS = 64
 
 
 class PromptSource:
-    """Numbered prompts: the given ones, or prompts that the model writes (`given` is None)."""
+    """Numbered prompts: the given ones, or prompts that the model writes (`given` is None).
+
+    Raises:
+        ValueError: the model is to write prompts and has no chat template.
+    """
 
     def __init__(self, model: Model, manifest: DatasetManifest, given: Sequence[Sequence[int]] | None) -> None:
+        if given is None and model.codec.chat_template is None:
+            raise ValueError(
+                f"{model.name} has no chat template, so it writes no prompts: give beginnings of texts "
+                "with --prompts FILE"
+            )
         self._model, self._manifest, self._given = model, manifest, given
         self._user_turn = model.codec.user_turn_prefix() if given is None else []
         self._seen: set[bytes] = set()
