@@ -15,12 +15,12 @@ from rich.console import Console
 from foretell.api import Model
 from foretell.cli import options
 from foretell.cli.data import open_or_generate
-from foretell.cli.given import all_options, refuse_unused
-from foretell.cli.interrupt import Interrupt
+from foretell.cli.given import refuse_unused
 from foretell.cli.setup import load_model
+from foretell.cli.training import interruptible
 from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.train.data.features import parse_hidden_layers
-from foretell.train.exits.checkpoints import Checkpoints, digest
+from foretell.train.exits.checkpoints import digest
 from foretell.train.exits.classifiers import HaltingSettings
 from foretell.train.exits.job import ExitSettings, default_layers, fit_exits, quality_table, save_exits
 from foretell.train.exits.joint import JointSettings, parse_weights
@@ -107,15 +107,12 @@ def exits(
         draft_model=None if blocks_from is None else _draft_model(target, blocks_from),
         halting=HaltingSettings(**classifiers),
     )
-    training = all_options(ctx, but=("out", "save_minutes")) | {
+    read = {
         "the data": digest(torch.from_numpy(np.concatenate([dataset[i].tokens for i in range(len(dataset))]))),
         "the model": target.checkpoint.fingerprint(),
     }
     with console.status("reading the data set") as status, ExitStack() as stack:
-        checkpoints = None
-        if steps:
-            interrupt = stack.enter_context(Interrupt())
-            checkpoints = Checkpoints(out, training, save_minutes, lambda: interrupt.requested)
+        checkpoints = stack.enter_context(interruptible(ctx, out, save_minutes, read)) if steps else None
         fitted = fit_exits(target, dataset, exit_settings, status.update, checkpoints)
     save_exits(out, fitted, shlex.join(["foretell", *sys.argv[1:]]))
     shutil.rmtree(out / FOLDER, ignore_errors=True)

@@ -123,9 +123,8 @@ class PassTimes:
 
     `table`: seconds of a pass by its tokens, interpolated; then nothing is learned about passes. `expected`: the same
     as a prior, of which quotients alone matter; without it, every further token is first assumed to cost `PRIOR_SLOPE`
-    times the first one. `file`:
-    where the times are kept for the next start; one that cannot be read, or is of something else than `identity`, is
-    ignored.
+    times the first one. `file`: where the times are kept for the next start; one that cannot be read, or is of
+    something else than `identity`, is ignored.
 
     Times are quantiles of the last ones of a size, and what makes all sizes slower alike counts for none of them: they
     are seconds of the machine at the speed of its first passes. So only their quotients mean something.

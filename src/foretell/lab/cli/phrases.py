@@ -10,13 +10,12 @@ import typer
 from rich.console import Console
 
 from foretell.cli import options
-from foretell.cli.given import all_options
-from foretell.cli.interrupt import Interrupt
 from foretell.cli.setup import load_model
+from foretell.cli.training import interruptible
 from foretell.lab.phrases.encoders import PhraseEncoders, Phrases, generate, train
 from foretell.lab.phrases.index import Related, States, encode, read_pieces
 from foretell.speculator.checkpoint import write_weights
-from foretell.train.exits.checkpoints import Checkpoints, digest
+from foretell.train.exits.checkpoints import digest
 from foretell.train.loop.checkpoint import FOLDER
 from foretell.train.loop.model_card import CARD
 from foretell.utils.paths import require_empty
@@ -47,7 +46,7 @@ def train_command(
     require_empty(out, FOLDER)
     target, losses = load_model(model), list[float]()
     pieces, _ = read_pieces(text, target, tokens)
-    training = all_options(ctx, but=("out", "save_minutes")) | {
+    read = {
         "the text": digest(torch.tensor([token for piece in pieces for token in piece])),
         "the model": target.checkpoint.fingerprint(),
     }
@@ -59,8 +58,7 @@ def train_command(
 
         related = Related(pieces, target.config.vocab)
         corpus = encode(pieces, States(target))
-        with Interrupt() as interrupt:
-            checkpoints = Checkpoints(out, training, save_minutes, lambda: interrupt.requested)
+        with interruptible(ctx, out, save_minutes, read) as checkpoints:
             encoders = train(corpus, pieces, related, steps, seed, report, checkpoints)
         part.mkdir()
         write_weights(part, {name: t.detach().clone() for name, t in encoders.state_dict().items()})

@@ -13,8 +13,8 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from foretell.cli import options
-from foretell.cli.given import all_options, refuse_unused
-from foretell.cli.interrupt import Interrupt
+from foretell.cli.given import refuse_unused
+from foretell.cli.training import interruptible
 from foretell.lab.cli.quantize import Force, check_output
 from foretell.lab.reproduce.lab import library_sources
 from foretell.load import load, open_checkpoint
@@ -28,7 +28,7 @@ from foretell.retrieval.corpus import find_files, read_documents, tokenize_docum
 from foretell.speculator.hf_writer import write_hf
 from foretell.speculator.network.exits import Exits
 from foretell.tokenizer.codec import TextCodec
-from foretell.train.exits.checkpoints import Checkpoints, digest
+from foretell.train.exits.checkpoints import digest
 from foretell.train.exits.depth_quality import DepthQuality, depth_quality
 from foretell.train.exits.from_start import (
     FromStartSettings,
@@ -102,13 +102,12 @@ def decoder(
         stream, other = _tokens(learned, codec), _tokens(held, codec)
         pieces = other[: len(other) // asked.sequence * asked.sequence].view(-1, asked.sequence)
         pieces = pieces[:: max(1, len(pieces) // _HELD_PIECES)][:_HELD_PIECES]
-        training = all_options(ctx, but=("out", "save_minutes", "force")) | {"the text": digest(stream)}
         before = _chosen_depth(model, pieces, asked, leave)
-        with Interrupt() as interrupt:
+        with interruptible(ctx, out, save_minutes, {"the text": digest(stream)}) as checkpoints:
             train_from_start(
                 model, stream, asked, leave,
                 lambda n, loss: status.update(f"step {n} of {asked.steps}, loss {loss:.3f}"),
-                checkpoints=Checkpoints(out, training, save_minutes, lambda: interrupt.requested),
+                checkpoints=checkpoints,
             )  # fmt: skip
         status.update("measuring")
         parts = [FirstNeurons(prefix_size(width, model.config.ffn)) for width in sorted(asked.widths)]

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from foretell.cli import options
 from foretell.cli.data import open_or_generate
-from foretell.cli.given import all_options, refuse_unused
-from foretell.cli.interrupt import Interrupt
+from foretell.cli.given import refuse_unused
 from foretell.cli.setup import load_model
+from foretell.cli.training import interruptible
 from foretell.lab.cli.quantize import Force, check_output, format_comparison
 from foretell.lab.compress.checkpoint import tensors_of, write_checkpoint
 from foretell.lab.quantize.job import Source
@@ -24,7 +24,7 @@ from foretell.model.block.decoder import Decoder
 from foretell.model.load.reference import resolve_reference
 from foretell.model.run.partial_pass import check_spans
 from foretell.train.data.dataset import Document
-from foretell.train.exits.checkpoints import Checkpoints, digest
+from foretell.train.exits.checkpoints import digest
 from foretell.train.exits.depth_quality import depth_quality
 from foretell.train.exits.from_start import FromStartSettings, train_from_start
 from foretell.train.loop.checkpoint import FOLDER
@@ -86,16 +86,13 @@ def free(
         return depth_quality(decoder, texts, (shallow, layers)).agreement[0]
 
     with console.status("measuring") as status:
-        training = all_options(ctx, but=("out", "save_minutes", "force")) | {
-            "the text": digest(text), "the model": target.checkpoint.fingerprint(),
-        }  # fmt: skip
+        read = {"the text": digest(text), "the model": target.checkpoint.fingerprint()}
         before = agreement()
-        with Interrupt() as interrupt:
+        with interruptible(ctx, out, save_minutes, read) as checkpoints:
             train_from_start(
                 decoder, text, asked,
                 on_step=lambda step, loss: status.update(f"step {step} of {asked.steps}, loss {loss:.3f}"),
-                learn=learn, blocks_only=True,
-                checkpoints=Checkpoints(out, training, save_minutes, lambda: interrupt.requested),
+                learn=learn, blocks_only=True, checkpoints=checkpoints,
             )  # fmt: skip
         status.update("measuring")
         after = agreement()

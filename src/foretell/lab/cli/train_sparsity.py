@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from foretell.cli import options
-from foretell.cli.given import all_options, refuse_unused
-from foretell.cli.interrupt import Interrupt
+from foretell.cli.given import refuse_unused
+from foretell.cli.training import interruptible
 from foretell.lab.cli.quantize import CalibrationTokens, HeldBackTokens, Text
 from foretell.lab.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_comparison
 from foretell.lab.sparsify.predictors import (
@@ -24,7 +24,7 @@ from foretell.lab.sparsify.predictors import (
 )
 from foretell.model.load.network import runs_on_kernels
 from foretell.model.offload.sparsity_file import SparsityFile
-from foretell.train.exits.checkpoints import Checkpoints, digest
+from foretell.train.exits.checkpoints import digest
 from foretell.train.loop.checkpoint import FOLDER
 from foretell.utils.paths import require_empty
 
@@ -56,14 +56,10 @@ def sparsity(
     if asked.look_ahead and not runs_on_kernels(source.config, torch.device("cpu")):
         raise ValueError("--look-ahead needs a model that the CPU kernels run, and they do not run this one here")
     calibration_text = read_calibration_text(source, text, calibration_tokens, held_back_tokens, asked.seed, console)
-    tokens, checkpoints = calibration_text.calibration, None
-    training = all_options(ctx, but=("out", "save_minutes")) | {
-        "the text": digest(tokens), "the model": fingerprint(source),
-    }  # fmt: skip
+    tokens = calibration_text.calibration
+    read = {"the text": digest(tokens), "the model": fingerprint(source)}
     with console.status("fitting") as status, ExitStack() as stack:
-        if asked.steps:
-            interrupt = stack.enter_context(Interrupt())
-            checkpoints = Checkpoints(out, training, save_minutes, lambda: interrupt.requested)
+        checkpoints = stack.enter_context(interruptible(ctx, out, save_minutes, read)) if asked.steps else None
         fitted = fit_predictors(source.config, source.weights, tokens, asked, status.update, checkpoints)
     save_predictors(out, [each.rule for each in fitted])
     file = SparsityFile(

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 
 from foretell.api import Model, named_inputs
@@ -84,9 +83,7 @@ def code_sources() -> tuple[dict[str, str], list[str]]:
     """
     held, others = library_sources()
     for package, names in _HELD_BACK_OF_PACKAGES.items():
-        spec = find_spec(package)
-        assert spec is not None and spec.origin is not None
-        more, rest = _sources(Path(spec.origin).parent, names)
+        more, rest = _sources(Path(str(files(package))), names)
         held |= {f"{package}.{name}": text for name, text in more.items()}
         others += rest
     return held, others

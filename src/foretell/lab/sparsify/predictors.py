@@ -239,7 +239,7 @@ def _refine(
     """Steps of AdamW on the binary cross-entropy of the labels; scores begin as four times those of the regression."""
     parts = [torch.nn.Parameter(part * factor) for part, factor in zip(start, (1.0, 4.0, 4.0), strict=True)]
     optimizer = torch.optim.AdamW(parts, settings.rate, weight_decay=0.01)
-    losses = [] if checkpoints is None or not settings.steps else checkpoints.resume(optimizer)
+    losses = [] if checkpoints is None else checkpoints.resume(optimizer)
     for step in range(len(losses), settings.steps):
         rows = torch.randint(len(x), (min(settings.batch, len(x)),))
         scores = x[rows] @ parts[0].T @ parts[1].T + parts[2]

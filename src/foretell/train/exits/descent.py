@@ -67,7 +67,7 @@ class Descent:
         for p in parameters:
             p.requires_grad_()
         device = parameters[0].device.type
-        mixed = self.mixed and (device != "cpu" or has_bfloat16_units())
+        mixed = self.mixed and has_bfloat16_units(device)
         optimizer = torch.optim.AdamW(parameters, self.rate, self.betas, weight_decay=self.decay)
         losses = [] if checkpoints is None else checkpoints.resume(optimizer)
         for step, earlier in enumerate(losses, 1):

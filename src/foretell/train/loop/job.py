@@ -227,8 +227,10 @@ def _setup(
 
 def dtype_of(settings: TrainingSettings) -> torch.dtype:
     """Dtype of the target's weights and hidden states, and of the products of autocast."""
-    fast = torch.cuda.is_available() or has_bfloat16_units()
-    return torch.bfloat16 if settings.precision == "bf16" or (settings.precision == "auto" and fast) else torch.float32
+    precision = settings.precision
+    if precision == "auto":
+        precision = "bf16" if has_bfloat16_units("cuda" if torch.cuda.is_available() else "cpu") else "no"
+    return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 def most_frequent_tokens(
