@@ -15,7 +15,7 @@ FLOAT_KINDS: dict[Kind, torch.dtype] = {"F32": torch.float32, "F16": torch.float
 """Dtypes of the kinds that are not quantised."""
 
 
-def read_mapped(rows: UInt8[torch.Tensor, "n bytes"], mapped: Sequence[MappedFile]) -> UInt8[torch.Tensor, "n bytes"]:
+def read_mapped(rows: UInt8[torch.Tensor, "..."], mapped: Sequence[MappedFile]) -> UInt8[torch.Tensor, "..."]:
     """Rows that one of these files may map: read from it, or as they are where they are in memory."""
     for file in mapped if rows.is_contiguous() else ():
         if (raw := file.read_at(rows.data_ptr(), rows.nbytes)) is not None:

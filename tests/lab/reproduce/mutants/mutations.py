@@ -279,5 +279,4 @@ MUTANTS: Mapping[str, Mutant] = {
     "first attention skipped": Mutant(("self_speculative",), world=first_attention_skipped),
     "copies of other tokens": Mutant(("hybrid_model",), copies_any_tokens),
     "equally sure of all tokens": Mutant(("eagle2",), equally_sure),
-    "tokens tested one by one": Mutant(("block_verification",), accepts(Rejection())),
 }
