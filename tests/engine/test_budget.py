@@ -15,6 +15,7 @@ from foretell.draft import Continuation, EagleDrafter, NoDrafter, PromptLookup, 
 from foretell.draft.prediction import Prediction
 from foretell.engine.budget import Budget, Plan
 from foretell.engine.draft_account import DraftAccount
+from foretell.engine.draft_source import Trials
 from foretell.engine.drafted_trees import DraftedTrees
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, BoundMethod, Method
@@ -223,6 +224,19 @@ def test_a_drafter_that_another_one_outdoes_in_a_step_is_asked_in_the_next(chanc
             budget.offer(bound, 0, [0], tree)
         assert (budget.plan(bound, 1, [0]) is None) is copies
     assert not budget.statistics.switched_off
+
+
+@pytest.mark.parametrize(
+    ("share", "forced", "first"),
+    [(0.05, 0, 16), (0.05, 4, 64), (0.4, 0, 80), (0.4, 4, 80)],
+    ids=["judged alone", "verified", "expensive", "verified and expensive"],
+)
+def test_a_trial_comes_the_later_the_more_it_costs(share: float, forced: int, first: int) -> None:
+    """Of two steps that take `share` of a plain step more each, so that trials take 1 % of the time at most."""
+    trials = Trials()
+    trials.switch(False, 0)
+    begun = next(step for step in range(1, 999) if step >= trials.next and trials.begin(step, share, forced))
+    assert begun == first and (trials.left, trials.forced) == (2, forced)
 
 
 def test_the_likeliest_nodes_of_all_requests_are_verified_and_late_requests_come_first() -> None:

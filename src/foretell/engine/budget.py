@@ -27,21 +27,16 @@ from foretell.engine.statistics import StepTime
 from foretell.engine.step_costs import StepCosts, StepLoad
 from foretell.engine.tuning import (
     CHILD_SHARE,
-    COSTLY_INTERVAL,
     FIRST_STEPS,
     FLOOR_SLACK,
     HORIZON,
     LEVEL_SHARE,
     MOST_EXPANDED,
     OFF,
-    OFF_STEPS,
     ON,
     READING_GAIN,
-    TRIAL_INTERVAL,
     TRIAL_NODES,
     TRIAL_REQUESTS,
-    TRIAL_SHARE,
-    TRIAL_STEPS,
 )
 from foretell.shape.chain import Chain
 
@@ -214,9 +209,8 @@ class Budget:
     def _weigh(self, source: DraftSource, which: list[int], unread: Callable[[int], int]) -> Plan | str:
         """Compare the rate with this drafter's expected drafts with that of what was offered so far."""
         trials = source.trials.setdefault(self._costs.key, Trials())
-        is_off = not trials.on and not trials.left and self._step < min(trials.until, trials.next)
         # What did not pay for other requests may pay for one whose answer begins.
-        if is_off and all(self._load.accounts[i].tokens > 1 for i in which):
+        if trials.rests(self._step) and all(self._load.accounts[i].tokens > 1 for i in which):
             return COST
         self._costs.count_unread(which, unread)
         before, asked = self._so_far, list[int]()
@@ -236,9 +230,11 @@ class Budget:
         if not on and before.nodes:
             return COST  # in this step alone: the next one may be offered less before
         if on is not trials.on:
-            self._switch(trials, on)
+            trials.switch(on, self._step)
+            self.statistics.switched_on += on
+            self.statistics.switched_off += not on
         if not on:
-            trials.until = self._step + OFF_STEPS
+            trials.rest(self._step)
             asked = self._tried(trials, source, which)
             if not asked:
                 return COST
@@ -299,11 +295,6 @@ class Budget:
                 best = _Cut(chance, nodes, rate)
         return best, spent
 
-    def _switch(self, trials: Trials, on: bool) -> None:
-        trials.on, trials.left, trials.since, trials.next = on, 0, self._step, self._step + TRIAL_INTERVAL
-        self.statistics.switched_on += on
-        self.statistics.switched_off += not on
-
     def _tried(self, trials: Trials, source: DraftSource, which: list[int]) -> list[int]:
         """The requests that a drafter which does not pay is tried for in this step, so rarely that it costs little."""
         if not trials.left:
@@ -311,14 +302,11 @@ class Budget:
                 return []
             plain, reading = self._costs.at(0), self._costs.reading(source, which)[0]
             # The chances of drafts with scores are learned without a verification of those that do not pay.
-            trials.forced = 0 if source.scored and not reading else TRIAL_NODES
-            lost = self._costs.at(trials.forced) - plain + self._costs.drafting(source, TRIAL_REQUESTS)
+            forced = 0 if source.scored and not reading else TRIAL_NODES
+            lost = self._costs.at(forced) - plain + self._costs.drafting(source, TRIAL_REQUESTS)
             lost += reading * min(1, TRIAL_REQUESTS / len(which))
-            trials.next, past = self._step + TRIAL_INTERVAL, self._step - trials.since
-            is_early = trials.forced and past < COSTLY_INTERVAL
-            if is_early or TRIAL_STEPS * lost > TRIAL_SHARE * plain * past:
+            if not trials.begin(self._step, lost / plain, forced):
                 return []
-            trials.left, trials.since = TRIAL_STEPS, self._step
         trials.left -= 1
         self.statistics.trials += 1
         self._trial_nodes = trials.forced

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 from foretell.engine.acceptance import Acceptance
 from foretell.engine.pass_times import Key
+from foretell.engine.tuning import COSTLY_INTERVAL, OFF_STEPS, TRIAL_INTERVAL, TRIAL_SHARE, TRIAL_STEPS
 
 
 @dataclass
 class Trials:
-    """Of a drafter at one load."""
+    """Whether a drafter is asked at one load, and the short trials of one that does not pay."""
 
     on: bool = True
     next: int = 0
@@ -21,6 +22,27 @@ class Trials:
     """Drafts that it verifies beyond those that pay."""
     until: int = 0
     """Step until which it stays off without another look."""
+
+    def rests(self, step: int) -> bool:
+        """Whether it stays off in this step without another look."""
+        return not self.on and not self.left and step < min(self.until, self.next)
+
+    def switch(self, on: bool, step: int) -> None:
+        """Ask it from this step on, or ask it no longer."""
+        self.on, self.left, self.since, self.next = on, 0, step, step + TRIAL_INTERVAL
+
+    def rest(self, step: int) -> None:
+        """Leave it off for the next steps."""
+        self.until = step + OFF_STEPS
+
+    def begin(self, step: int, share: float, forced: int) -> bool:
+        """Begin a trial whose steps lose this share of a plain step each. False: it would come too often."""
+        past, self.next = step - self.since, step + TRIAL_INTERVAL
+        is_early = forced > 0 and past < COSTLY_INTERVAL
+        if is_early or TRIAL_STEPS * share > TRIAL_SHARE * past:
+            return False
+        self.left, self.since, self.forced = TRIAL_STEPS, step, forced
+        return True
 
 
 class DraftSource:
