@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from foretell.engine.tuning import (
-    DRIFT,
     DRIFT_WINDOW,
     EXPECTED_TIMES,
     PLAIN_INTERVALS,
@@ -68,6 +67,11 @@ class _Times:
         self.last.append(time)
         self._low = None
 
+    def scale(self, factor: float) -> None:
+        """Multiply all by a factor."""
+        self.last = deque((factor * time for time in self.last), maxlen=WINDOW)
+        self._low = None
+
     @property
     def low(self) -> float:
         """The quantile that stands for them."""
@@ -91,6 +95,8 @@ class _Curve:
     """Fitted, by number of further tokens."""
     seconds: dict[int, list[float]] = field(default_factory=dict)
     """Fitted seconds by number of requests, and by number of further tokens."""
+    plain: float = 0.0
+    """Of plain passes when it was fitted last; 0: few were seen."""
 
     def __post_init__(self) -> None:
         self.fit()
@@ -110,12 +116,26 @@ class _Curve:
 
     def fit(self) -> None:
         """Interpolate the deviations from the start between the knots that were measured."""
+        self._follow_plain()
         at, ratios = sorted(self.windows), np.array(self.start)
         if at:
             deviation = [self.windows[knot].low / self.start[knot] for knot in at]
             ratios = ratios * np.interp(_KNOTS, [_KNOTS[k] for k in at], deviation)
         self.ratios = np.interp(_SIZES, _KNOTS, ratios)
         self.seconds.clear()
+
+    def _follow_plain(self) -> None:
+        """Keep the times of drafted passes over those of plain ones: the speed wanders with what is seen, and would
+        leave behind what is not.
+        """
+        seen = self.windows.get(0)
+        if seen is None or len(seen.last) < _KNOWN:
+            return
+        if self.plain and seen.low != self.plain:
+            for knot, window in self.windows.items():
+                if knot:
+                    window.scale(seen.low / self.plain)
+        self.plain = seen.low
 
 
 class PassTimes:
@@ -211,9 +231,7 @@ class PassTimes:
 
     def _follow_speed(self, deviation: float) -> None:
         self._deviations.append(deviation)
-        now = low(self._deviations)
-        # Small deviations go into the times of the sizes: else the speed would wander, and leave sizes not seen behind.
-        self.speed = now if abs(now - 1) > DRIFT else 1.0
+        self.speed = low(self._deviations)
 
     def _curve(self, key: Key) -> _Curve:
         """That of a load; before any of its passes was measured, a new one by the nearest known load."""

@@ -69,8 +69,6 @@ DRIFT_WINDOW = 24
 """Last passes that say how fast the machine is now: fewer than a size keeps, so that another speed is noticed before it
 goes into the times.
 """
-DRIFT = 0.15
-"""Least deviation of these that counts as another speed of the machine."""
 PLAIN_INTERVALS = 8, 256
 """Steps of a load without a plain pass after which one is measured: the first time, and later."""
 TRIAL_REQUESTS, TRIAL_STEPS, TRIAL_NODES = 2, 2, 4
