@@ -58,6 +58,15 @@ def test_a_machine_that_wanders_changes_no_quotient_though_only_one_size_is_seen
     assert after[7] / after[0] == pytest.approx(before[7] / before[0], rel=0.06)
 
 
+def test_the_times_of_a_steady_machine_stay_what_they_are() -> None:
+    random = np.random.default_rng(0)
+    times = learned(PassTimes())
+    before = times.seconds(ONE, 1)[0]
+    for _ in range(20_000):
+        times.observe_pass(ONE, 1, 1, float(true(1) * random.lognormal(0, 0.1)))
+    assert times.seconds(ONE, 1)[0] == pytest.approx(before, rel=0.2)
+
+
 def test_a_new_load_begins_with_the_nearest_one_and_contexts_are_kept_apart() -> None:
     times, long = learned(PassTimes()), load_key(1, 20_000)
     assert times.seconds(SIXTEEN, 16)[0] == pytest.approx(true(16), rel=0.3)

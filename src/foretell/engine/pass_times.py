@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from foretell.engine.tuning import (
     DRIFT_WINDOW,
     EXPECTED_TIMES,
+    FOLLOWED,
     PLAIN_INTERVALS,
     PRIOR_SLOPE,
     QUANTILE,
@@ -231,7 +232,8 @@ class PassTimes:
 
     def _follow_speed(self, deviation: float) -> None:
         self._deviations.append(deviation)
-        self.speed = low(self._deviations)
+        # A change that lasts goes slowly into the times: nothing else holds the speed, which would wander off.
+        self.speed = low(self._deviations) ** FOLLOWED
 
     def _curve(self, key: Key) -> _Curve:
         """That of a load; before any of its passes was measured, a new one by the nearest known load."""
@@ -287,7 +289,9 @@ class PassTimes:
 def low(times: Iterable[float]) -> float:
     """The quantile that stands for measured times."""
     ordered = sorted(times)
-    return ordered[int(QUANTILE * (len(ordered) - 1))]
+    place = QUANTILE * (len(ordered) - 1)
+    below = ordered[int(place)]
+    return below + place % 1 * (ordered[min(int(place) + 1, len(ordered) - 1)] - below)
 
 
 def _nearest(extra: int) -> int:

@@ -69,6 +69,8 @@ DRIFT_WINDOW = 24
 """Last passes that say how fast the machine is now: fewer than a size keeps, so that another speed is noticed before it
 goes into the times.
 """
+FOLLOWED = 0.98
+"""Power of the deviation of these that counts as the machine's speed; the rest goes into the times."""
 PLAIN_INTERVALS = 8, 256
 """Steps of a load without a plain pass after which one is measured: the first time, and later."""
 TRIAL_REQUESTS, TRIAL_STEPS, TRIAL_NODES = 2, 2, 4
