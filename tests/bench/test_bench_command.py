@@ -143,6 +143,7 @@ def test_methods_with_options_and_targets_with_options_are_measured(questions: P
     assert names == ["autoregressive", "ngram{num_speculative_tokens=4}"]
 
 
+@pytest.mark.exhaustive
 def test_memory_is_measured_in_a_process_of_its_own(questions: Path, tmp_path: Path) -> None:
     result = bench(*run(questions, tmp_path / "out", "--methods", "autoregressive", "--memory"))
     assert result.exit_code == 0, result.output

@@ -149,6 +149,7 @@ def test_changed_counts_are_named(tmp_path: Path) -> None:
     assert "not a baseline" in refused("replay", HERE / "recording", "--check", tmp_path / "c.json")
 
 
+@pytest.mark.exhaustive
 def test_the_real_model_still_gives_the_recorded_answers() -> None:
     try:
         resolve_reference("smollm2-135m")

@@ -39,8 +39,6 @@ def test_lossy_methods_fail_only_with_strict() -> None:
         *QUICK,
         "--draft-model",
         tiny_draft(),
-        "--samples",
-        "150",
         "--speculative-config",
         '{"posterior_threshold": 1e-9}',
     )

@@ -231,7 +231,10 @@ SHAPES = {"chain": Chain(3, draw=True), "tree": FixedTree(((0,), (1,), (0, 0), (
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("heads", ["markov", "selector", "domino", "refiner", "lattice"])
+@pytest.mark.parametrize(
+    "heads",
+    ["selector", "refiner", *(pytest.param(h, marks=pytest.mark.exhaustive) for h in ("markov", "domino", "lattice"))],
+)
 def test_sampled_drafts_keep_the_distribution(name: str, heads: str) -> None:
     """Also where a selector or a lattice leaves most tokens out, and a refiner reads the drafted path."""
     with pytest.MonkeyPatch.context() as patch:

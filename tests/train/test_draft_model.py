@@ -221,6 +221,7 @@ def test_every_divergence_raises_acceptance_on_texts_that_were_not_trained_on(lo
     assert after > before + 0.05, (before, after)
 
 
+@pytest.mark.exhaustive
 def test_boosting_leaves_out_what_an_earlier_draft_finds(tmp_path: Path) -> None:
     texts = greedy_texts(4, 20)
     first = DraftModelRecipe.build(setup({"blocks": "0,3"}))
