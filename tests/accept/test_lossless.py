@@ -228,8 +228,9 @@ class Sizes:
 
 CHAINS = Sizes((2, 1)), Sizes((3,)), Sizes((2, 1, 1)), Sizes((3, 1))
 TREES = Sizes((2, 2), True), Sizes((2, 2)), Sizes((2, 1, 2), True)
+LONG = (GreedyBlockVerification, CHAINS[2]), (TraversalVerification, TREES[2])
 BY_TREE = [
-    pytest.param(rule, tree, marks=pytest.mark.exhaustive if len(tree.widths) == 3 and tree.distinct else ())
+    pytest.param(rule, tree, marks=pytest.mark.exhaustive if (type(rule), tree) in LONG else ())
     for rule, trees in ((GreedyBlockVerification(), CHAINS), (TraversalVerification(), (*CHAINS, *TREES)))
     for tree in trees
 ]
