@@ -92,7 +92,7 @@ def embedded_model() -> tuple[NativeDecoder, list[int], torch.Tensor]:
     """With a text and its log-probabilities."""
     model = load(dtype="bfloat16")
     assert isinstance(model.network, NativeDecoder)
-    tokens = model.codec.encode(Path(__file__).parents[2].joinpath("README.md").read_text()[3000:4200])[:90]
+    tokens = model.codec.encode(Path(__file__).parents[2].joinpath("README.md").read_text()[3000:5500])[:250]
     return model.network, tokens, scores(model.network, tokens).double().log_softmax(-1)
 
 
