@@ -124,7 +124,7 @@ def test_a_neutral_setting_changes_no_token_after_an_interruption(
     entry: Entry, options: Mapping[str, object], interrupt: Callable[[Engine, int], None]
 ) -> None:
     """A request that waits loses its row, and all its tokens are read again."""
-    length = 40 if entry.name == "bild_lossy" else 12  # whose drafts are long: an answer must last several steps
+    length = 40 if entry.name == "bild_lossy" else 20  # whose drafts are long: an answer must last several steps
     sampled = entry.name in SAMPLES and "rollback_threshold" not in options
     for temperature in (0.0, 1.0) if sampled else (0.0,):
         engine = Engine(Interrupted(target()), built(entry, target(), options), 3)
