@@ -280,7 +280,7 @@ def test_every_seed_gives_the_tokens_of_plain_decoding(variant: Variant) -> None
     assert sampled(variant, FLAT, 60) == plain_texts()
 
 
-@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS, of=FAMILIES))
 def test_answers_do_not_depend_on_batch_order_rows_or_chunks(variant: Variant) -> None:
     requests = requests_of(1.0)[1:3]
     with unchecked():

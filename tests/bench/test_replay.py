@@ -40,7 +40,15 @@ def recorded(tmp_path: Path) -> Path:
     return tmp_path / "recording"
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "ngram", "ngram@3", "suffix", "draft_model"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "autoregressive",
+        "ngram",
+        *(pytest.param(m, marks=pytest.mark.exhaustive) for m in ("ngram@3", "suffix")),
+        "draft_model",
+    ],
+)
 def test_replay_and_real_runs_agree(recorded: Path, method: str) -> None:
     settings, questions = load_recording(recorded)
     settings = settings.model_copy(update={"model": str(target())})

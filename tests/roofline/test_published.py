@@ -171,6 +171,7 @@ def test_advice_says_yes_no_or_measure() -> None:
     assert many.estimates[0].speedup < few.estimates[0].speedup
 
 
+@pytest.mark.exhaustive
 def test_the_commands() -> None:
     runner = CliRunner()
     rows = json.loads(runner.invoke(app, ["published", "--json"]).stdout)
