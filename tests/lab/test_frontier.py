@@ -24,7 +24,7 @@ from foretell.roofline.model_configs import find_model
 QUESTIONS = Path(mkdtemp()) / "questions.txt"
 QUESTIONS.write_text("Why is the sky blue?\nCount: one two three one two three one two\n")
 SMALL = ("--model", str(tiny_target()), "--dtype", "float32", "--dtypes", "int8", "--methods", "ngram",
-         "--per-category", "1", "--tasks", str(QUESTIONS), "--max-new-tokens", "6",
+         "--per-category", "2", "--tasks", str(QUESTIONS), "--max-new-tokens", "6",
          "--repeats", "1", "--kv-budget", "8",
          "--hardware", "a100-80g", "--draft-model", str(tiny_draft()))  # fmt: skip
 
