@@ -18,6 +18,7 @@ from foretell.model.cache.kv_cache import KVCache
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.runner import Runner
 from helpers import (
+    FAMILIES,
     REPRESENTATIVES,
     VARIANTS,
     VOCAB,
@@ -62,10 +63,13 @@ KINDS = (
 )  # fmt: skip
 every_kind_of_rejection = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.name in KINDS], ids=str)
 kinds_of_matching = pytest.mark.parametrize("variant", methods_by_kind([v for v in VARIANTS if v.same_seed]))
+families_of_matching = pytest.mark.parametrize(
+    "variant", methods_by_kind([v for v in VARIANTS if v.same_seed], of=FAMILIES)
+)
 kinds_of_rejecting = pytest.mark.parametrize(
     "variant", methods_by_kind([v for v in VARIANTS if v.lossless and not v.same_seed])
 )
-few_samples = pytest.mark.parametrize("samples", [200, pytest.param(2000, marks=pytest.mark.exhaustive)])
+few_samples = pytest.mark.parametrize("samples", [120, pytest.param(2000, marks=pytest.mark.exhaustive)])
 
 PARAMETERS: dict[str, dict[str, float]] = {
     "nothing": {},
@@ -225,7 +229,7 @@ def texts_to_the_end() -> tuple[list[Request], list[list[int]]]:
     return requests, naive_texts
 
 
-@kinds_of_lossless
+@pytest.mark.parametrize("variant", methods_by_kind([v for v in VARIANTS if v.lossless], of=FAMILIES))
 def test_sequences_grow_up_to_the_end_of_the_context(variant: Variant) -> None:
     requests, expected = texts_to_the_end()
     with unchecked():
@@ -253,7 +257,7 @@ def sample_sizes() -> list[Any]:
     counted = [PLAIN, *(v for v in VARIANTS if not v.same_seed)]
     well = [v for v in counted if v is PLAIN or v.name in {*KINDS, *REPRESENTATIVES}]
     few = [v for v in counted if v.lossless and v not in well]
-    sizes = [(v, 200 if v.lossless else 400) for v in well] + [(v, 100) for v in few]
+    sizes = [(v, 130 if v.lossless else 400) for v in well] + [(v, 60) for v in few]
     return [pytest.param(v, number, id=f"{v}-{number}") for v, number in sizes] + [
         pytest.param(v, 3000, id=f"{v}-3000", marks=pytest.mark.exhaustive) for v in counted
     ]
@@ -268,15 +272,15 @@ def test_samples_follow_the_distribution_of_the_target_and_only_lossy_methods_fa
 
 @cache
 def plain_texts() -> list[list[int]]:
-    return sampled(PLAIN, FLAT, 100)
+    return sampled(PLAIN, FLAT, 60)
 
 
 @kinds_of_matching
 def test_every_seed_gives_the_tokens_of_plain_decoding(variant: Variant) -> None:
-    assert sampled(variant, FLAT, 100) == plain_texts()
+    assert sampled(variant, FLAT, 60) == plain_texts()
 
 
-@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS, of=FAMILIES))
 def test_answers_do_not_depend_on_batch_order_rows_or_chunks(variant: Variant) -> None:
     requests = requests_of(1.0)[1:3]
     with unchecked():
@@ -289,7 +293,7 @@ def test_answers_do_not_depend_on_batch_order_rows_or_chunks(variant: Variant) -
         assert generate(variant.make(VOCAB), requests[::-1], rows=4, chunk=7)[::-1] == alone
 
 
-@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS, of=FAMILIES))
 def test_requests_that_join_late_get_the_answers_they_get_alone(variant: Variant) -> None:
     requests = requests_of(1.0)[1:3]
     with unchecked():
@@ -358,7 +362,7 @@ def assert_fresh(runner: Runner, row: int, text: Sequence[int], first: int | Non
 
 
 @pytest.mark.covering(1)
-@kinds_of_matching
+@families_of_matching
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_sampling_parameter_gives_the_naive_tokens(variant: Variant, temperature: float) -> None:
     assert_naive(variant, temperature)

@@ -35,7 +35,7 @@ from foretell.verify.distribution import (
 from helpers import unchecked
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
-SETTINGS = VerifySettings(prompts=("abcabcab", "one two one", "z"), max_new_tokens=14, samples=700)
+SETTINGS = VerifySettings(prompts=("abcabcab", "one two one", "z"), max_new_tokens=14, samples=400)
 
 
 def decoder(seed: int = 0, layers: int = 2, sharpness: float = 0.5) -> Decoder:
@@ -138,6 +138,7 @@ def test_a_biased_acceptor_fails_the_distribution_test(verifier: Verifier) -> No
     assert report.distribution.total_variation > 2 * report.distribution.expected_total_variation
 
 
+@pytest.mark.exhaustive
 def test_a_lossy_acceptor_fails_the_distribution_test(verifier: Verifier) -> None:
     report = verifier.check(drafted(TypicalAcceptance(0.02)))
     assert not report.lossless and not report.distribution.passed

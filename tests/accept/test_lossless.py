@@ -38,6 +38,7 @@ from foretell.distributions.processed import ProcessedDistributions
 PrefixDistribution = Callable[[Prefix], np.ndarray]
 Nodes = dict[int, tuple[int, int, int]]
 seeds = pytest.mark.parametrize("seed", range(4))
+few_seeds = pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 4))])
 ON_CHAINS = {
     "match": Match(),
     "rejection": Rejection(),
@@ -120,7 +121,7 @@ def test_chains_that_end_with_an_unsure_token_are_exact(acceptor: Acceptor, seed
     assert check(acceptor, lambda sampler: sampler.chain(3, stop=1), seed) < 1e-12
 
 
-@seeds
+@few_seeds
 @pytest.mark.parametrize("distinct", [False, True], ids=["independent", "without replacement"])
 @pytest.mark.parametrize("acceptor", SIBLING_TESTS.values(), ids=SIBLING_TESTS.keys())
 def test_several_samples_of_one_token_are_exact(acceptor: Acceptor, distinct: bool, seed: int) -> None:
@@ -227,7 +228,12 @@ class Sizes:
 
 CHAINS = Sizes((2, 1)), Sizes((3,)), Sizes((2, 1, 1)), Sizes((3, 1))
 TREES = Sizes((2, 2), True), Sizes((2, 2)), Sizes((2, 1, 2), True)
-BY_TREE = [(GreedyBlockVerification(), c) for c in CHAINS] + [(TraversalVerification(), t) for t in (*CHAINS, *TREES)]
+LONG = (GreedyBlockVerification, CHAINS[2]), (TraversalVerification, TREES[2])
+BY_TREE = [
+    pytest.param(rule, tree, marks=pytest.mark.exhaustive if (type(rule), tree) in LONG else ())
+    for rule, trees in ((GreedyBlockVerification(), CHAINS), (TraversalVerification(), (*CHAINS, *TREES)))
+    for tree in trees
+]
 
 
 def named(value: object) -> str:
@@ -242,6 +248,7 @@ def test_joint_tests_of_trees_are_exact(acceptor: Acceptor, tree: Sizes) -> None
     assert max(check(acceptor, tree.grow, seed) for seed in ((0, 1) if small else (1,))) < 1e-12
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("acceptor", "tree"),
     [
@@ -260,7 +267,7 @@ def test_joint_tests_of_ties_zeros_and_equal_distributions_are_exact(
     assert distance(found, p) < 1e-12
 
 
-@seeds
+@few_seeds
 @pytest.mark.parametrize(
     ("acceptor", "tree"),
     [
@@ -310,7 +317,7 @@ def test_drafts_that_end_the_answer_keep_joint_tests_exact(acceptor: Acceptor, s
     assert distance(whole, p) < 1e-12
 
 
-@seeds
+@few_seeds
 def test_what_joint_tests_accept_of_the_same_tree(seed: int) -> None:
     p, q = random_distribution(3, seed), random_distribution(3, seed + 100)
 

@@ -162,7 +162,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("environment")
-@pytest.mark.parametrize("mode", ["plain", "lookup"])
+@pytest.mark.parametrize("mode", ["plain", pytest.param("lookup", marks=pytest.mark.exhaustive)])
 def test_llama_cpp_in_a_process_of_its_own_says_what_transformers_says(mode: str) -> None:
     pytest.importorskip("xllamacpp")
     model = resolve_reference("smollm2-135m")

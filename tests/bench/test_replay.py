@@ -40,7 +40,15 @@ def recorded(tmp_path: Path) -> Path:
     return tmp_path / "recording"
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "ngram", "ngram@3", "suffix", "draft_model"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "autoregressive",
+        "ngram",
+        *(pytest.param(m, marks=pytest.mark.exhaustive) for m in ("ngram@3", "suffix")),
+        "draft_model",
+    ],
+)
 def test_replay_and_real_runs_agree(recorded: Path, method: str) -> None:
     settings, questions = load_recording(recorded)
     settings = settings.model_copy(update={"model": str(target())})
@@ -149,6 +157,7 @@ def test_changed_counts_are_named(tmp_path: Path) -> None:
     assert "not a baseline" in refused("replay", HERE / "recording", "--check", tmp_path / "c.json")
 
 
+@pytest.mark.exhaustive
 def test_the_real_model_still_gives_the_recorded_answers() -> None:
     try:
         resolve_reference("smollm2-135m")

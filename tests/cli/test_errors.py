@@ -268,6 +268,7 @@ def test_a_closed_output() -> None:
     ]
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_in_a_separate_process() -> None:
     arguments = (
         "generate",

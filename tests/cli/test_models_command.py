@@ -102,6 +102,7 @@ def test_a_file_of_8_billion_is_described_without_its_weights(tmp_path: Path) ->
     assert {pair.kind for pair in pairs_for([said["name"]])} >= {"eagle3", "dflash"}
 
 
+@pytest.mark.exhaustive
 def test_sizes_are_those_of_the_gguf_package() -> None:
     path = resolve_reference("smollm2-135m")
     tensors, said = gguf.GGUFReader(path).tensors, describe(path)
@@ -199,7 +200,15 @@ def test_another_model_has_no_speculator(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["models"], ["models", "--speculators"], ["methods"], ["methods", "pld"], ["methods", "--json"]]
+    "arguments",
+    [
+        ["models"],
+        ["methods"],
+        *(
+            pytest.param(a, marks=pytest.mark.exhaustive)
+            for a in (["models", "--speculators"], ["methods", "pld"], ["methods", "--json"])
+        ),
+    ],
 )
 def test_models_and_methods_are_listed_without_torch(tmp_path: Path, arguments: list[str]) -> None:
     code = (

@@ -141,7 +141,7 @@ def add_layers(folder: Path, layer: str, count: int) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.exhaustive)])
 def test_several_layers_draft_one_token_each(kind: str, tmp_path: Path) -> None:
     per_pass = []
     for count in (2, 3):

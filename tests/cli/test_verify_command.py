@@ -65,6 +65,7 @@ def test_a_missing_draft_model_is_named() -> None:
     assert "needs a draft model" in expect_error("verify", "draft_model", *QUICK)
 
 
+@pytest.mark.exhaustive
 def test_the_draft_model_goes_to_the_methods_that_use_it() -> None:
     draft = ("--draft-model", tiny_draft())
     assert "suffix does not draft with it; leave it out" in expect_error("verify", "suffix", *QUICK, *draft)

@@ -227,6 +227,7 @@ def test_a_gguf_file_scores_all_tokens_as_the_directory(kind: str, native: bool,
         load_assistant(file, other)
 
 
+@pytest.mark.covering(1)
 @backends
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_stay_those_of_the_target(kind: str, native: bool) -> None:

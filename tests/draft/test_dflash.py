@@ -231,7 +231,10 @@ SHAPES = {"chain": Chain(3, draw=True), "tree": FixedTree(((0,), (1,), (0, 0), (
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("heads", ["markov", "selector", "domino", "refiner", "lattice"])
+@pytest.mark.parametrize(
+    "heads",
+    ["selector", "refiner", *(pytest.param(h, marks=pytest.mark.exhaustive) for h in ("markov", "domino", "lattice"))],
+)
 def test_sampled_drafts_keep_the_distribution(name: str, heads: str) -> None:
     """Also where a selector or a lattice leaves most tokens out, and a refiner reads the drafted path."""
     with pytest.MonkeyPatch.context() as patch:
@@ -295,7 +298,7 @@ def kernel_network(
     return decoder, network, pack_network(network, precision)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("float32", torch.float32), ("int8", torch.bfloat16), ("int4", torch.bfloat16)]

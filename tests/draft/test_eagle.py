@@ -126,6 +126,7 @@ class Watch(EagleDrafter):
         return out
 
 
+@pytest.mark.covering(1)
 @every_kind
 @pytest.mark.parametrize("most", [0, 100])
 def test_every_root_is_scored_as_by_a_fresh_pass_over_the_sequence(kind: str, most: int) -> None:

@@ -77,6 +77,7 @@ def test_tokens_are_those_of_naive_decoding_wherever_drafts_leave(shape: Chain, 
     assert draft.exit_counts.sum() > 20
 
 
+@pytest.mark.exhaustive
 def test_sampled_drafts_of_several_exits_do_not_depend_on_the_batch() -> None:
     requests = [replace(r, sampling_params=SamplingParams(temperature=1.5, seed=7)) for r in REQUESTS]
     together = answers(Method(drafter(0.05, 0.1, 0.2), Chain(4), Rejection()), requests)
@@ -314,6 +315,7 @@ def test_copied_keys_are_not_reused_by_other_requests() -> None:
     assert again.statistics.cached_tokens <= len(PROMPTS[1])
 
 
+@pytest.mark.exhaustive
 def test_exits_draft_beside_retrieval(tmp_path: Path) -> None:
     save(tmp_path / "exits", network(), network().config)
     context = BuildContext(VOCAB, target(layers=LAYERS), speculators=(tmp_path / "exits",))

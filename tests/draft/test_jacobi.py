@@ -57,7 +57,7 @@ def test_iterates_are_those_of_separate_passes(request_: Request, slide: bool, m
     assert max(moves) > 1
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fresh", ["last", "random"])
 @pytest.mark.parametrize("slide", [True, False])
 @pytest.mark.parametrize("width", [1, 2, 3, 8, 30])

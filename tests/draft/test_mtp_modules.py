@@ -132,6 +132,7 @@ def draft(drafter: MTPModulesDrafter, context: Context, *paths: Sequence[int]) -
     return [logits[at[0, end]] for end in ends]
 
 
+@pytest.mark.covering(2)
 @backends
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("ends", [(24,), (2, 3, 4, 9, 10, 24), (5, 6, 24), (23, 24)])
@@ -170,6 +171,7 @@ def test_a_row_goes_on_from_another_or_begins_after_what_it_does_not_know(length
         torch.testing.assert_close(scores, reference("glm4_moe", TEXT, PATH, first), rtol=0, atol=1e-4)
 
 
+@pytest.mark.covering(1)
 @backends
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_texts_stay_those_of_the_target(kind: str, native: bool) -> None:

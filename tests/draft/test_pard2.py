@@ -106,6 +106,7 @@ def network_of(folder: Path, native: bool) -> Any:
     return build_decoder(config, weights, torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=kernels)])
 @pytest.mark.parametrize("shape", [DynamicTree(9, 2, 12), Chain(3, draw=False)], ids=str)
 def test_logits_are_those_of_the_authors_arithmetic(shape: DynamicTree | Chain, native: bool) -> None:

@@ -93,6 +93,7 @@ class Recording(UnoDrafter):
         return super()._forward(network, context, tree, active, scored)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "native", [False, pytest.param(True, marks=pytest.mark.skipif(not available(), reason="there are no kernels here"))]
 )

@@ -139,7 +139,7 @@ def long_texts(requests: Sequence[Request]) -> list[list[int]]:
     return [[*r.prompt, *naive(target(), r)] for r in requests]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 def test_no_choice_of_drafts_changes_a_text(seed: int) -> None:
     methods = {v.name: v.make(VOCAB) for v in VARIANTS if v.name in NAMES}
     with unchecked():
@@ -168,7 +168,11 @@ def test_the_budget_keeps_texts_and_counts(table: dict[int, float] | None) -> No
     assert s.steps > 0 and s.nodes_drafted >= s.nodes_verified
 
 
-@pytest.mark.parametrize("tree", [Chain(3), BranchingTree((2, 2), distinct=False)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "tree",
+    [pytest.param(Chain(3), marks=pytest.mark.exhaustive), BranchingTree((2, 2), distinct=False)],
+    ids=["chain", "tree"],
+)
 def test_sampled_drafts_keep_the_law_under_limits_of_depth_and_predictions(tree: AnyMethod) -> None:
     method = Method(small_model(4), tree, Rejection())  # type: ignore[arg-type]
     sampling, count = SamplingParams(2.5), 300
@@ -361,7 +365,7 @@ def always_drafted(temperature: float) -> list[list[int]]:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("bits", ["0", "01", "1110000", "1" * 9 + "0" * 40])
+@pytest.mark.parametrize("bits", ["0", "01", pytest.param("1110000", marks=pytest.mark.exhaustive), "1" * 9 + "0" * 40])
 @pytest.mark.parametrize("held", [("_HELD_STEPS", 32), ("_HELD_POSITIONS", 24)], ids=["steps", "positions"])
 def test_the_text_is_the_same_however_drafting_is_switched(
     bits: str, held: tuple[str, int], temperature: float, monkeypatch: pytest.MonkeyPatch
@@ -497,7 +501,10 @@ class JumpingClock:
         return self.now
 
 
-@pytest.mark.parametrize("variant", methods_by_kind([v for v in VARIANTS if v.lossless and not v.same_seed]))
+@pytest.mark.parametrize(
+    "variant",
+    methods_by_kind([v for v in VARIANTS if v.lossless and not v.same_seed], of=("draft_model", "mixed", "pass")),
+)
 def test_no_measured_time_is_in_a_text_that_depends_on_drafts(variant: Variant) -> None:
     requests = [Request(random_tokens(6 + 3 * i, seed=i), SamplingParams(1.0, seed=i), 24) for i in range(3)]
     copies: AnyMethod = Method(PromptLookup(2, 1, 4), Trie(4, elastic=True), Match())

@@ -70,7 +70,8 @@ def busy_for_long(s) -> None:  # type: ignore[no-untyped-def]
     s.machine.noise = lambda random: 1.0
 
 
-HISTORIES: list[Callable[..., None]] = [two_tokens, greedy_then_sampled, burst, pause, neighbour, busy_for_long]
+HISTORIES: list[Callable[..., None]] = [burst, pause, neighbour]
+LONG_HISTORIES: list[Callable[..., None]] = [two_tokens, greedy_then_sampled, busy_for_long]
 
 
 @cache
@@ -81,7 +82,12 @@ def on_a_fresh_server(sampled: bool, seed: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("history", "sampled"), [*((history, False) for history in HISTORIES), (greedy_then_sampled, True)]
+    ("history", "sampled"),
+    [
+        *((history, False) for history in HISTORIES),
+        *(pytest.param(history, False, marks=pytest.mark.exhaustive) for history in LONG_HISTORIES),
+        pytest.param(greedy_then_sampled, True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_after_any_history_the_next_ten_requests_are_as_fast_as_on_a_fresh_server(
     history: Callable[..., None], sampled: bool
@@ -99,18 +105,19 @@ def test_after_any_history_the_next_ten_requests_are_as_fast_as_on_a_fresh_serve
 
 def test_two_tokens_count_as_no_drafting_step() -> None:
     used = sim.Simulation(machine())
-    two_tokens(used)
+    used.run([sim.Client(2) for _ in range(1000)])
     s = used.budget.statistics
     assert s.drafting_steps == 0 and set(s.undrafted) == {"no_choice"}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 def test_beside_other_programs_a_fresh_server_keeps_drafting_where_it_gains(seed: int) -> None:
     noisy = machine(noise=sim.doubled)
     plain = sim.Simulation(noisy, seed, fixed=0).run(ordinary(20))
     assert sim.Simulation(noisy, seed).run(ordinary(20)) / plain > 1.2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("together", [1, 4, 16])
 @pytest.mark.parametrize(("chance", "drafting", "slope"), [(0.05, 0.004, 0.05), (0.3, 0.004, 0.3), (0.62, 0.012, 0.1)])
 def test_no_request_is_slower_than_plain_decoding(together: int, chance: float, drafting: float, slope: float) -> None:

@@ -91,7 +91,7 @@ def test_a_drafter_of_another_model_is_told_and_switched_off(tmp_path: Path, mon
 def test_the_acceptance_of_the_last_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     same = save_tiny_model(tmp_path / "same")
-    command = ("generate", "hello", "--model", tiny_target(), "--max-new-tokens", "400", "--method", "draft_model")
+    command = ("generate", "hello", "--model", tiny_target(), "--max-new-tokens", "300", "--method", "draft_model")
     options = ("--draft-model", same, "--speculative-config", '{"num_speculative_tokens": 3}')
     first = run_foretell(*command, *options)
     records = tmp_path / "foretell" / "acceptance.json"
@@ -150,7 +150,7 @@ def decoded(
     return clock[0], budget.statistics
 
 
-@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("seconds", [*(pytest.param(s, marks=pytest.mark.exhaustive) for s in (0.05, 0.5)), 0.2])
 def test_a_misfit_is_told_within_two_answers_though_drafts_do_not_pay(seconds: float) -> None:
     said = list[str]()
     check = DrafterCheck("d", said.append)
@@ -171,7 +171,9 @@ def test_passes_over_single_drafts_are_compared_with_what_is_expected_of_them(ri
     assert check.fits is fits
 
 
-@pytest.mark.parametrize("seconds", [0.05, 2.0], ids=["pays", "does not pay"])
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(0.05, marks=pytest.mark.exhaustive), 2.0], ids=["pays", "does not pay"]
+)
 def test_a_fitting_drafter_stays_and_its_check_costs_nothing(seconds: float) -> None:
     said = list[str]()
     fitting, check = target(VOCABULARY).first_layers(1), DrafterCheck("d", said.append)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from test_requests import STATES
 
 from foretell.accept import Match, Rejection
 from foretell.core.context import Context
@@ -19,7 +20,6 @@ from foretell.shape import Chain, DynamicTree, RootOnly, Trie
 from foretell.testing import TINY, tiny_decoder
 from foretell.tokenizer.stream import Detokenizer
 from helpers import (
-    FAMILIES,
     VARIANTS,
     VOCAB,
     Variant,
@@ -292,7 +292,7 @@ def test_a_method_serves_one_engine_at_a_time(make: Callable[[int], Predictor]) 
         one.submit(request)
 
 
-@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS, of=FAMILIES))
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS, of=STATES))
 def test_a_method_bound_to_another_engine_has_released_all_rows(variant: Variant) -> None:
     """Even those of an engine that was deleted with requests running."""
     requests = [Request(random_tokens(n, seed=n), SamplingParams(1.0, seed=n), 9) for n in (13, 4)]

@@ -105,7 +105,7 @@ def uninterrupted(variant: Variant) -> list[tuple[int, ...]]:
     return tokens(engine_of(variant.make(VOCAB), 3), requests())
 
 
-@some_of("eagle3_sampled", "mtp_sampled", "p_eagle_sampled")
+@some_of("eagle3_sampled", "mtp_sampled")
 def test_a_pass_that_raises_between_drafts_and_observation_changes_no_text(variant: Variant) -> None:
     with unchecked():
         engine = engine_of(variant.make(VOCAB), 3)
@@ -155,7 +155,7 @@ def test_a_paused_request_goes_on_beside_an_equal_one_that_is_ahead(variant: Var
         assert [tuple(texts[paused]), tuple(texts[ahead])] == [uninterrupted(variant)[2]] * 2
 
 
-@some_of("eagle3_sampled", "eagle3_sampled_window", "eagle3_sampled_short", "dflash_sampled", without=SAME_SEED)
+@some_of("eagle3_sampled_window", "dflash_sampled", without=SAME_SEED)
 def test_what_a_row_held_before_changes_no_text(variant: Variant) -> None:
     """A longer request; one that is longer beside one of another method, whose row gets a copy of the prefix."""
     shared = random_tokens(40, seed=5)

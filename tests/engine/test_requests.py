@@ -44,7 +44,12 @@ from helpers import (
     wide_target,
 )
 
-every_entry = pytest.mark.parametrize("entry", methods_by_kind(BUILT_IN, of=FAMILIES))
+STATES = (
+    "autoregressive", "ngram", "lookahead", "draft_model", "layer_skip", "online", "pass", "mlp_speculator", "eagle3",
+    "hybrid_model",
+)  # fmt: skip
+"""One of the families of each thing that a drafter keeps."""
+every_entry = pytest.mark.parametrize("entry", methods_by_kind(BUILT_IN, of=STATES))
 kernels_only = pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 
@@ -240,7 +245,13 @@ def beyond_the_context() -> tuple[list[Request], list[list[int]]]:
     return requests, [naive(target(), r) for r in requests]
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.exhaustive if n in ("sampled eagle3", "nested cascade", "tree") else ())
+        for n in SHORT
+    ],
+)
 def test_sequences_beyond_the_draft_context_are_decoded_plainly(name: str) -> None:
     """One prompt is too long, one sequence grows too long, one stays short, one follows the long one in its row."""
     requests, expected = beyond_the_context()

@@ -41,6 +41,7 @@ def test_melodies_do_not_depend_on_the_method(tmp_path: Path) -> None:
         assert fewer < passes and (name == "draft, rejection" or written == plain)
 
 
+@pytest.mark.exhaustive
 def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     audio_codes.main(["--steps", "3", "--melodies", "12", "--count", "1", "--out", str(tmp_path)])
     assert capsys.readouterr().out.count("passes for 128 codes") == 4

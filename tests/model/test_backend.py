@@ -79,6 +79,7 @@ def test_both_backends_compute_the_same_up_to_rounding(precision: Precision, nea
     assert distance(plain, fast) < near
 
 
+@pytest.mark.covering(1)
 @either_backend
 @every_precision
 @pytest.mark.parametrize("config", [WIDE, TIED], ids=["own head", "tied head"])

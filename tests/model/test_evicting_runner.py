@@ -129,6 +129,7 @@ def test_methods_that_draft_in_the_whole_cache_are_refused(method: str) -> None:
     assert "cache" in expect_error("generate", "hello", *options)
 
 
+@pytest.mark.exhaustive
 def test_the_output_says_lossy_and_evaluate_measures_the_price(tmp_path: Path) -> None:
     options = ("--model", tiny_target(), "--dtype", "float32", "--kv-cache-policy", "streaming_llm@8")
     result = run_foretell("generate", "hello", *options, "--max-new-tokens", "90")

@@ -174,6 +174,7 @@ def test_packed_layers_are_read_from_the_cache_of_weights(
     assert list((tmp_path / "cache").rglob("*"))
 
 
+@pytest.mark.covering(1)
 @needs_kernels
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def answers(network: Network, draft: bool) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("blocks", [1, 3, 9])
+@pytest.mark.parametrize("blocks", [1, pytest.param(3, marks=pytest.mark.exhaustive), 9])
 def test_the_budget_holds_and_the_outputs_are_those_of_the_model_in_memory(blocks: int) -> None:
     network = offloaded(blocks)
     expected = answers(in_memory(), draft=False)

@@ -226,7 +226,14 @@ def results_by_place(case: Case, rows: tuple[int, ...], order: slice) -> dict[tu
 
 
 @pytest.mark.parametrize(
-    "case", [Case(nodes=6, kv_heads=1), Case(dim=16, group=8, kv_heads=1, nodes=6, numbers="int8", window=100)], ids=str
+    "case",
+    [
+        Case(nodes=6, kv_heads=1),
+        pytest.param(
+            Case(dim=16, group=8, kv_heads=1, nodes=6, numbers="int8", window=100), marks=pytest.mark.exhaustive
+        ),
+    ],
+    ids=str,
 )
 def test_a_token_has_the_same_bits_in_every_pass(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, with other rows, with other tokens of its row, and with its context in one program or in several."""

@@ -66,7 +66,10 @@ def test_a_detail_comes_before_what_follows_the_fork(model: Model) -> None:
     assert last is not None and last.text == "bde" and last.finish_reason == "length"
 
 
-@pytest.mark.parametrize(("method", "temperature"), [("autoregressive", 0.0), ("suffix", 0.0), ("suffix", 1.0)])
+@pytest.mark.parametrize(
+    ("method", "temperature"),
+    [("autoregressive", 0.0), pytest.param("suffix", 0.0, marks=pytest.mark.exhaustive), ("suffix", 1.0)],
+)
 def test_every_stream_is_plain_decoding_of_its_own_context(model: Model, method: str, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, seed=5, logit_bias={FORK_ID: 6.0, 256: -100.0})
     runs = [run_of(model, sampling=sampling, max_new_tokens=14, plan=AparPlan(max_forks=3)) for _ in range(2)]

@@ -47,6 +47,7 @@ def test_a_gguf_file_gives_the_logits_of_transformers(name: str, tmp_path: Path)
     check(build_decoder(config, GGUFWeights(file, config), torch.float32, torch.device("cpu")), model, 1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_a_directory_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     model = oracle_of(CASES[name])

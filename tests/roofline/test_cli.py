@@ -118,11 +118,17 @@ def test_ten_thousand_workloads_take_under_five_cpu_seconds() -> None:
         (["analyze", "llama-2-70b"], "does not fit: it needs 138 GB and NVIDIA RTX A6000 has 48 GB"),
         (["analyze", "nowhere/config.json"], "there is no file"),
         (["plan", "llama-3-8b", "--method", "eagel"], "did you mean eagle"),
-        (["plan", "llama-3-8b", "--method", "Draft-Model"], "no method called 'Draft-Model'; its name is draft_model"),
-        (["plan", "llama-3-8b", "--method", "eagle-3"], "its name is eagle3"),
-        (["plan", "llama-3-8b", "--method", "ngram-copying"], "its name is ngram"),
+        pytest.param(
+            ["plan", "llama-3-8b", "--method", "Draft-Model"],
+            "no method called 'Draft-Model'; its name is draft_model",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(["plan", "llama-3-8b", "--method", "eagle-3"], "its name is eagle3", marks=pytest.mark.exhaustive),
+        pytest.param(
+            ["plan", "llama-3-8b", "--method", "ngram-copying"], "its name is ngram", marks=pytest.mark.exhaustive
+        ),
         (["plan", "llama-3-8b", "--accept", "1.2"], "between 0 and 1"),
-        (["plan", "llama-3-8b", "--nodes", "0"], "at least one node"),
+        pytest.param(["plan", "llama-3-8b", "--nodes", "0"], "at least one node", marks=pytest.mark.exhaustive),
         (["plan", "gpt-j-6b", "--method", "sequoia", "--curve"], "choose a draft model (--draft)"),
         (["figure", "4", "--out", "x.png"], "figure 4 cannot be drawn"),
         (["export", "/nowhere/page.html"], "there is no directory"),
@@ -159,8 +165,12 @@ def test_bad_input_is_one_sentence(arguments: list[str], message: str) -> None:
             ["method", "tokens/pass", "needs", "speed-up", "quantised_draft", "eagle3", "plain decoding"],
         ),
         (["load", "llama-3-8b", "--rate", "1", "--requests", "5"], ["times in seconds", "speedup", "mean_latency"]),
-        (["published"], ["model", "measure", "speedup", "published", "predicted"]),
-        (["plan", "llama-3-8b", "--curve"], ["method", "profitable at batch", "256"]),
+        pytest.param(
+            ["published"], ["model", "measure", "speedup", "published", "predicted"], marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            ["plan", "llama-3-8b", "--curve"], ["method", "profitable at batch", "256"], marks=pytest.mark.exhaustive
+        ),
     ],
     ids=lambda x: " ".join(x),
 )
@@ -225,6 +235,7 @@ def test_a_bad_hardware_file_says_what_is_wrong(tmp_path: Path, text: str, messa
     assert result.exit_code == 1 and message in result.stderr and len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_bad_acceptance_file_and_a_bad_gguf(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     for text in ('{"eagle": {}}', '{"eagle": {"ranks": 3}}', "[]", "{"):
@@ -351,6 +362,7 @@ def test_a_forced_calibration_is_noted_in_its_source(tmp_path: Path, monkeypatch
     assert source.endswith("while other programs use 63% of the processors")
 
 
+@pytest.mark.exhaustive
 def test_calibration_times_the_torch_backend_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are no kernels, as on a GPU, the passes of the torch backend are timed."""
     monkeypatch.setattr("foretell.bench.random_model.native.available", lambda: False)

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from typer.testing import CliRunner
@@ -28,6 +29,7 @@ from foretell.roofline.published import compare_published, group_errors
 from foretell.roofline.published_rows import PublishedRow, published_rows
 
 FIRST, DECAY = 0.7, 0.8
+compared = cache(compare_published)
 
 
 def row(tokens: float, depth: int = 4, nodes: int = 0, method: str = "eagle", **changes: object) -> PublishedRow:
@@ -125,7 +127,7 @@ def test_a_papers_own_figures_do_not_change_its_predictions(monkeypatch: pytest.
 
 
 def test_a_drafter_of_one_paper_is_not_predicted_from_others() -> None:
-    medusa_2 = [c for c in compare_published() if c.row.drafter == "medusa-2"]
+    medusa_2 = [c for c in compared() if c.row.drafter == "medusa-2"]
     assert len(medusa_2) == 4 and {(c.tokens, c.error_from_tokens) for c in medusa_2} == {(None, None)}
 
 
@@ -147,7 +149,7 @@ def test_papers_are_predicted_better_than_by_the_drafters_other_figures() -> Non
 
 
 def test_errors_of_speedups_of_unseen_papers_and_their_goals() -> None:
-    groups = {g.group: g for g in group_errors(compare_published())}
+    groups = {g.group: g for g in group_errors(compared())}
     reached = {"eager": 0.08, "eager_third_party": 0.16, "compiled": 0.19, "serving": 0.12}
     goals = {"eager": 0.08, "eager_third_party": 0.08, "compiled": 0.15, "serving": 0.20}
     assert {name: g.goal for name, g in groups.items() if g.goal is not None} == goals

@@ -163,8 +163,10 @@ def test_the_commands_read_results(results: Path) -> None:
     [
         (("plan", "llama-3-8b", "--measured", "RESULTS", "--accept", "0.5"), "leave out the others"),
         (("plan", "llama-3-8b", "--measured", "RESULTS", "--method", "spectr"), "spectr was not measured; the run has"),
-        (("plan", "llama-3-8b", "--measured", "nowhere"), "nowhere: no results here"),
-        (("plan", "llama-3-8b", "--draft-vocab", "-1"), "found -1"),
+        pytest.param(
+            ("plan", "llama-3-8b", "--measured", "nowhere"), "nowhere: no results here", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(("plan", "llama-3-8b", "--draft-vocab", "-1"), "found -1", marks=pytest.mark.exhaustive),
         (("compare", "RESULTS"), "not calibrated"),
         (("compare", "RESULTS", "-H", "a600"), "did you mean a6000"),
     ],

@@ -80,6 +80,7 @@ def test_a_fit_finds_the_figures_that_made_its_rows(monkeypatch: pytest.MonkeyPa
         fit_runtime(find_runtime("graphs"), ("bandwidth",) * 7)
 
 
+@pytest.mark.exhaustive
 def test_the_figures_of_every_fitted_runtime_are_at_least_near_their_fit() -> None:
     """A small change of a fitted figure to either side does not lower the misfit by more than rounding does."""
 
@@ -170,6 +171,7 @@ def test_advice_says_yes_no_or_measure() -> None:
     assert many.estimates[0].speedup < few.estimates[0].speedup
 
 
+@pytest.mark.exhaustive
 def test_the_commands() -> None:
     runner = CliRunner()
     rows = json.loads(runner.invoke(app, ["published", "--json"]).stdout)
@@ -192,13 +194,17 @@ def test_the_commands() -> None:
         (["plan", "llama-3-8b", "--runtime", "eagre"], "there is no runtime called 'eagre'; did you mean eager"),
         (["plan", "llama-3-8b", "--tau", "3"], "give it with --tokens or --tree"),
         (["plan", "llama-3-8b", "--tokens", "3", "--tree", "60x6"], "leave out one of them"),
-        (["plan", "llama-3-8b", "--tokens", "0"], "at least 1"),
-        (["plan", "llama-3-8b", "--tree", "60"], "looks like 60x6"),
-        (["plan", "llama-3-8b", "--tree", "3x6"], "of depth 6 drafts at least 6 nodes, found 3 drafted"),
+        pytest.param(["plan", "llama-3-8b", "--tokens", "0"], "at least 1", marks=pytest.mark.exhaustive),
+        pytest.param(["plan", "llama-3-8b", "--tree", "60"], "looks like 60x6", marks=pytest.mark.exhaustive),
+        pytest.param(
+            ["plan", "llama-3-8b", "--tree", "3x6"],
+            "of depth 6 drafts at least 6 nodes, found 3 drafted",
+            marks=pytest.mark.exhaustive,
+        ),
         (["plan", "llama-3-8b", "--tokens", "3", "--tau", "7"], "yields 1 to 4 tokens per pass, found 7"),
         (["analyze", "llama-3-8b", "--sweep", "batch=1:256:0"], "its step must be above 0"),
         (["published", "--fit", "datasheet"], "nothing of the runtime 'datasheet' is fitted"),
-        (["published", "--out", "/nowhere/x.png"], "there is no directory"),
+        pytest.param(["published", "--out", "/nowhere/x.png"], "there is no directory", marks=pytest.mark.exhaustive),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: list[str], message: str) -> None:

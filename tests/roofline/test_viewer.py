@@ -76,6 +76,7 @@ def test_changed_inputs_show_the_figures_of_the_command_line(browser: Any, addre
     assert not browser.get_log("browser")
 
 
+@pytest.mark.exhaustive
 def test_a_range_answers_what_it_was_last_moved_to(browser: Any, address: str) -> None:
     open_page(browser, address, "rates=4&requests=5")
     browser.execute_script(
@@ -94,7 +95,12 @@ def test_a_range_answers_what_it_was_last_moved_to(browser: Any, address: str) -
         ("batch=abc", "batch", "Batch must be a whole number, found 'abc'."),
         ("chain=0", "chain", "A chain must be at least 1, found 0."),
         ("rates=fast", "rates", "requests a second, as 1,4,16; found 'fast'."),
-        ("model=llama-2-70b", None, "does not fit: it needs 138 GB and NVIDIA RTX A6000 has 48 GB"),
+        pytest.param(
+            "model=llama-2-70b",
+            None,
+            "does not fit: it needs 138 GB and NVIDIA RTX A6000 has 48 GB",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_errors_are_one_sentence(browser: Any, address: str, state: str, field: str | None, message: str) -> None:
@@ -106,6 +112,7 @@ def test_errors_are_one_sentence(browser: Any, address: str, state: str, field: 
     browser.get_log("browser")  # Chromium notes refused questions itself.
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_has_stopped_is_said(browser: Any) -> None:
     with served_page() as place:
         open_page(browser, place, "rates=4&requests=5")
@@ -115,6 +122,7 @@ def test_a_server_that_has_stopped_is_said(browser: Any) -> None:
     browser.get_log("browser")
 
 
+@pytest.mark.exhaustive
 def test_downloads(browser: Any, address: str) -> None:
     open_page(browser, address, "model=llama-2-7b")
     lines = browser.execute_script("return Roofline.answer().csv").splitlines()
@@ -125,6 +133,7 @@ def test_downloads(browser: Any, address: str) -> None:
     assert kind == "image/png" and size > 20_000
 
 
+@pytest.mark.exhaustive
 def test_a_saved_page_shows_its_figures_without_a_server(browser: Any, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     setting = "hardware=h100-sxm&batch=8&compare=1&compare.batch=2&rates=4&requests=20&op=head%2Flm_head"
@@ -169,6 +178,7 @@ def test_a_saved_page_shows_its_figures_without_a_server(browser: Any, tmp_path:
     screenshot(browser, "saved")
 
 
+@pytest.mark.exhaustive
 def test_the_page_saves_itself_with_what_it_shows(browser: Any, address: str, tmp_path: Path) -> None:
     open_page(browser, address, "batch=8&rates=4&requests=20&method=ngram")
     shown = {part: text(browser, part) for part in ("#headline", "#methods .advice", "#gaintitle", "#load .advice")}
@@ -192,6 +202,7 @@ def test_a_link_that_names_no_setting_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_the_saved_data_close_no_script(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     assert CliRunner().invoke(app, ["export", str(file), "--link", "rates=4&requests=5"]).exit_code == 0

@@ -37,6 +37,9 @@ QUESTIONS = (
     "model=qwen3-30b-a3b&hardware=aim&context=5&bandwidth=500&peak=2&capacity=80",
     "model=qwen3-next-80b-a3b&hardware=h200&stage=chunked&chunk=300&context=700&batch=4&devices=2",
 )
+SOME_QUESTIONS = [
+    pytest.param(q, marks=pytest.mark.exhaustive if number % 3 else ()) for number, q in enumerate(QUESTIONS)
+]
 
 
 def ask(topic: str, link: str, **more: Any) -> dict[str, Any]:
@@ -163,8 +166,13 @@ def test_offloading_is_that_of_the_command_line(state: str, parts: tuple[float, 
         assert by_name == {m["method"]: m["speedup"] for m in plan["methods"][:-1]}
 
 
-@pytest.mark.parametrize("link", [*QUESTIONS, "model=llama-2-70b&hardware=rtx-4090&offloadWeights=0.6&offloadKv=0.5&"
-                                  "stage=chat&generate=30"])  # fmt: skip
+@pytest.mark.parametrize(
+    "link",
+    [
+        *SOME_QUESTIONS,
+        "model=llama-2-70b&hardware=rtx-4090&offloadWeights=0.6&offloadKv=0.5&stage=chat&generate=30",
+    ],
+)
 def test_the_curves_are_the_passes_at_each_size(link: str) -> None:
     curves = ask("sweeps", link)
     setting = question_of_link(link, ANSWERS)["now"]

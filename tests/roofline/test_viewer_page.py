@@ -30,6 +30,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield driver
 
 
+@pytest.mark.exhaustive
 def test_two_settings_side_by_side_are_both_named(browser: Any, address: str) -> None:
     open_page(browser, address, "model=llama-3-8b&hardware=a6000&op=layer%2Fgate_proj")
     browser.find_element("id", "keep").click()
@@ -120,6 +121,7 @@ def test_every_control_reacts_to_change_alone(browser: Any, address: str) -> Non
     browser.get_log("browser")  # Chromium notes the refused question itself.
 
 
+@pytest.mark.exhaustive
 def test_half_typed_figures_are_no_exception(browser: Any, address: str) -> None:
     open_page(browser, address, "batch=2")
     field = browser.find_element("css selector", "input[name=batch]:not([type=range])")
@@ -161,6 +163,7 @@ setTimeout(() => { copied = document.getElementById("link").textContent; until()
 """
 
 
+@pytest.mark.exhaustive
 def test_buttons_copy_the_link_and_save_table_and_picture(browser: Any, address: str) -> None:
     open_page(browser, address, "model=llama-2-7b&batch=3")
     saved, copied = browser.execute_async_script(SAVED)
@@ -169,6 +172,7 @@ def test_buttons_copy_the_link_and_save_table_and_picture(browser: Any, address:
     assert copied == "Copied"
 
 
+@pytest.mark.exhaustive
 def test_what_a_prediction_rests_on_is_shown(browser: Any, address: str) -> None:
     open_page(browser, address, "model=llama-3-8b&hardware=a100-80g&method=eagle3")
     assert "Acceptance published: arXiv 2503.01840: 6.18 tokens per pass on llama-3" in text(browser, "#methods .why")
@@ -199,6 +203,7 @@ def test_the_simulated_load_is_drawn(browser: Any, address: str) -> None:
     screenshot(browser, "methods")
 
 
+@pytest.mark.exhaustive
 def test_the_graph_is_searched_zoomed_and_panned(browser: Any, address: str) -> None:
     with window(browser, 1440, 900):
         search_zoom_and_pan(browser, address)
@@ -277,6 +282,7 @@ def says_pasted(browser: Any, message: str) -> bool:
     return message in text(browser, "#pasted")
 
 
+@pytest.mark.exhaustive
 def test_a_pasted_configuration_is_analysed(browser: Any, address: str) -> None:
     open_page(browser, address, "model=llama-2-7b&weights=8")
     expected = browser.execute_script("return Roofline.answer().csv")
@@ -335,15 +341,22 @@ return [...bad];
 COMPARED = "model=qwen3-30b-a3b&hardware=h100-sxm&batch=16&compare=1&offloadKv=0.1&stage=verify"
 
 
-def test_contrast_is_that_of_wcag_aa(browser: Any, address: str) -> None:
-    for state in (COMPARED, "stage=prefill&context=4096&hardware=h100-sxm", "batch=x"):
-        open_page(browser, address, state)
-        browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
-        if state == "batch=x":
-            browser.execute_script("document.querySelector('main').classList.remove('stale')")
+@pytest.mark.parametrize(
+    "state",
+    [
+        COMPARED,
+        pytest.param("stage=prefill&context=4096&hardware=h100-sxm", marks=pytest.mark.exhaustive),
+        pytest.param("batch=x", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_contrast_is_that_of_wcag_aa(browser: Any, address: str, state: str) -> None:
+    open_page(browser, address, state)
+    browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
+    if state == "batch=x":
+        browser.execute_script("document.querySelector('main').classList.remove('stale')")
+    assert browser.execute_script(CONTRAST, False) == []
+    with dark_mode(browser):
         assert browser.execute_script(CONTRAST, False) == []
-        with dark_mode(browser):
-            assert browser.execute_script(CONTRAST, False) == []
 
 
 TARGETS = """
@@ -359,14 +372,20 @@ return small;
 """
 
 
-def test_it_fits_a_phone(browser: Any, address: str) -> None:
+@pytest.mark.parametrize(
+    "state", [COMPARED, pytest.param("model=deepseek-v3&hardware=h200&devices=8", marks=pytest.mark.exhaustive)]
+)
+def test_it_fits_a_phone(browser: Any, address: str, state: str) -> None:
     with window(browser, 390, 844):
-        for state in (COMPARED, "model=deepseek-v3&hardware=h200&devices=8"):
-            open_page(browser, address, state)
-            browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
-            assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
-            assert browser.execute_script(CONTRAST, True) == []
-            assert browser.execute_script(TARGETS) == []
+        open_page(browser, address, state)
+        browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+        assert browser.execute_script(CONTRAST, True) == []
+        assert browser.execute_script(TARGETS) == []
+
+
+@pytest.mark.exhaustive
+def test_it_fits_a_small_screen(browser: Any, address: str) -> None:
     with window(browser, 1024, 768):
         open_page(browser, address, COMPARED)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 1024
@@ -374,6 +393,7 @@ def test_it_fits_a_phone(browser: Any, address: str) -> None:
     screenshot(browser, "phone", 390, 2600)
 
 
+@pytest.mark.exhaustive
 def test_dark_mode_of_a_large_model(browser: Any, address: str) -> None:
     with dark_mode(browser):
         state = "model=deepseek-v3&hardware=h200&devices=8&stage=verify&batch=32&context=4096&weights=fp8"

@@ -145,7 +145,7 @@ def test_a_slow_reader_pauses_its_request_and_goes_on(server: Server) -> None:
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]) == expected
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_reader_that_stops_is_cut_off_and_its_request_cancelled(server: Server, stream: bool) -> None:
     with send_chat(server, LARGE | {"stream": stream}):
         wait_for(lambda: server.service.jobs.live > 0)
@@ -154,6 +154,7 @@ def test_a_reader_that_stops_is_cut_off_and_its_request_cancelled(server: Server
     assert not server.engine.statistics and server.chat().status_code == 200
 
 
+@pytest.mark.exhaustive
 def test_a_reader_that_takes_a_little_is_cut_off(server: Server) -> None:
     with send_chat(server, LARGE) as connection:
         got = len(connection.recv(64))

@@ -108,6 +108,7 @@ def test_unknown_fields_are_named_by_every_endpoint(server: Server, path: str, b
     assert response.headers["x-foretell-warning"] == f"unknown fields were ignored: {names}", response.text
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_more_tokens_than_the_context_holds_are_cut_and_named(server: Server, name: str, stream: bool) -> None:
@@ -129,7 +130,7 @@ def test_the_defaults_of_a_model_bound_no_request_that_asks_for_all(server: Serv
     server.service._loaded = replace(loaded, defaults={**loaded.defaults, "max_new_tokens": 5})
     try:
         lengths = {
-            asked: server.post("/v1/completions", {"prompt": "a", "ignore_eos": True, "n_predict": asked}).json()
+            asked: server.post("/v1/completions", {"prompt": "a" * 400, "ignore_eos": True, "n_predict": asked}).json()
             for asked in (-1, 30)
         }
         chat = server.chat(max_tokens=None, ignore_eos=True).json()

@@ -69,7 +69,13 @@ def _choices(answer: httpx2.Response) -> list[Any]:
     return ["".join(choice["delta"].get("content") or "" for choice in choices), choices[-1]["finish_reason"]]
 
 
-@pytest.mark.parametrize("path", BEGUN)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(p, marks=() if p.endswith(("chat/completions", "responses")) else pytest.mark.exhaustive)
+        for p in BEGUN
+    ],
+)
 def test_a_stream_of_a_killed_replica_ends_with_an_error_and_others_go_on(path: str) -> None:
     with running_gateway() as front:
         front.pace(DELAY)

@@ -29,7 +29,7 @@ def settings(**timeouts: float) -> Any:
     return replace(SETTINGS, timeouts=replace(SETTINGS.timeouts, **timeouts))
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_client_that_leaves_frees_its_row_in_every_phase(server: Server, stream: bool) -> None:
     body, engine = LONG | {"stream": stream}, server.engine
     engine.delay = DELAY

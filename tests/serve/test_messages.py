@@ -146,7 +146,8 @@ def test_documents_of_plain_text_are_text(client: Any, document: Any) -> None:
 
 
 def test_max_tokens_beyond_the_context_are_cut(server: Server) -> None:
-    response = server.post("/v1/messages", {"max_tokens": 32000, "messages": QUESTION})
+    long = [{"role": "user", "content": "hello " * 70}]
+    response = server.post("/v1/messages", {"max_tokens": 32000, "messages": long})
     assert response.status_code == 200 and "32000 new tokens were asked for" in response.headers["x-foretell-warning"]
 
 

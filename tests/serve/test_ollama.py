@@ -103,9 +103,11 @@ def test_stop_and_lengths(server: Server, client: Any) -> None:
     stop = text[10:12]
     found = client.chat(NAME, QUESTION, options={"temperature": 0, "num_predict": 30, "stop": [stop]})
     assert found.message.content == text.partition(stop)[0] and found.done_reason == "stop"
-    longest = text_of(server, messages=QUESTION, max_tokens=None)
+    long: Any = [{"role": "user", "content": "hello " * 70}]  # leaves room for few tokens
+    longest = text_of(server, messages=long, max_tokens=None)
+    assert len(longest) > 20
     for none in (0, -2):
-        assert client.chat(NAME, QUESTION, options={"temperature": 0, "num_predict": none}).message.content == longest
+        assert client.chat(NAME, long, options={"temperature": 0, "num_predict": none}).message.content == longest
 
 
 def test_seed_minus_one_is_a_new_one(client: Any) -> None:

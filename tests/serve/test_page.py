@@ -143,6 +143,7 @@ def test_a_stream_that_is_cut_says_so(page: Any) -> None:
     assert "ended before the answer did" in text(page, ".error") and "half of an" in text(page, ".answer")
 
 
+@pytest.mark.exhaustive
 def test_a_reload_keeps_the_question_and_what_was_answered(page: Any) -> None:
     run(page, "served(Array(400).fill('word ')); window.slow = 20")
     page.find_element("id", "text").send_keys("my question" + ENTER)
@@ -155,6 +156,7 @@ def test_a_reload_keeps_the_question_and_what_was_answered(page: Any) -> None:
     assert "closed before this answer ended" in text(page, ".note")
 
 
+@pytest.mark.exhaustive
 def test_tabs_share_conversations_and_one_of_them_answers(page: Any, server: Server) -> None:
     run(page, "served(Array(400).fill('word ')); window.slow = 20")
     page.find_element("id", "text").send_keys("first tab" + ENTER)
@@ -245,6 +247,7 @@ def test_long_lines_of_code_scroll_in_their_column(page: Any) -> None:
     run(page, "state.mode = 'on'")
 
 
+@pytest.mark.exhaustive
 def test_a_long_answer_is_drawn_by_its_end_only(page: Any) -> None:
     for line in ("word " * 12 + "\n\n", "x = y + 1\n"):
         start = "```\n" if "=" in line else ""

@@ -65,6 +65,7 @@ def test_a_question_without_points_is_answered_plainly(model: Model) -> None:
     assert planned.plan is not None and "router" in planned.plan.reason and planned.text == plain.text
 
 
+@pytest.mark.exhaustive
 def test_the_server_gives_the_same_text_whole_and_in_a_stream(server: Server, answer: Answer) -> None:
     found = ask(server).json()
     assert found["choices"][0]["message"]["content"] == answer.text

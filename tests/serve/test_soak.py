@@ -36,6 +36,7 @@ def test_every_kind_of_client_gets_what_it_should(server: Server, monkeypatch: p
     assert not known.differences
 
 
+@pytest.mark.exhaustive
 def test_a_soak_passes_and_draws_a_curve(server: Server, tmp_path: Path) -> None:
     path = tmp_path / "report"
     command = ["soak", server.url, "--minutes", "0.03", "--clients", "4", "--max-growth", "9", "--output", str(path)]
@@ -124,6 +125,7 @@ def test_requests_are_as_many_and_as_different_as_asked() -> None:
     assert sum(r.seed is None for r in requests) == 10 and identity_requests(PROMPTS) == requests[: 2 * len(PROMPTS)]
 
 
+@pytest.mark.exhaustive
 def test_the_command_checks_identity(server: Server, tmp_path: Path) -> None:
     prompts, saved = tmp_path / "prompts.txt", tmp_path / "saved.jsonl"
     prompts.write_text("\n".join(PROMPTS))

@@ -68,12 +68,13 @@ def test_text_after_calls(name: str) -> None:
     check(name, f"{WRITERS[name](calls)}\nThat is it.", "That is it.", calls)
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cut_call_is_what_a_stream_has_shown(name: str) -> None:
+def test_a_cut_call_is_what_a_stream_has_shown(name: str, every: int) -> None:
     text = WRITERS[name](CALLS[2])
     whole = read(name, [text])[1][0][1]
     shown = ""
-    for end in range(len(text)):
+    for end in range(0, len(text), every):
         found = {
             str(read(name, pieces))
             for pieces in ([text[:end]], [text[: end // 2], text[end // 2 : end]], *[list(text[:end])] * (end % 7 == 0))

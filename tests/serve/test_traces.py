@@ -108,7 +108,8 @@ def test_every_request_is_a_span_of_its_callers_trace() -> None:
     assert collector.resources[0]["service.name"] == "foretell"
 
 
-def test_a_collector_that_is_not_there_stops_nothing() -> None:
+def test_a_collector_that_is_not_there_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretell.serve.metrics.traces.EXPORT_SECONDS", 0.3)
     with running_server(replace(SETTINGS, otlp_traces_endpoint="http://127.0.0.1:9/v1/traces")) as server:
         assert server.chat().status_code == 200
 

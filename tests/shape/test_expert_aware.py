@@ -134,7 +134,11 @@ def decoded(method: AnyMethod, params: SamplingParams) -> list[Completion]:
 
 
 @pytest.mark.exhaustive_types
-@pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(temperature=0.8)], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(temperature=0), pytest.param(SamplingParams(temperature=0.8), marks=pytest.mark.exhaustive)],
+    ids=str,
+)
 def test_answers_of_a_mixture_are_those_of_plain_decoding_from_fewer_experts(params: SamplingParams) -> None:
     def speculative(shape: Shape[Predictor]) -> list[Completion]:
         return decoded(Method(DraftModel(DecoderRunner(mixture(0.1))), shape, Match()), params)

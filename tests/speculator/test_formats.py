@@ -188,7 +188,7 @@ def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("make", [eagle1, lambda: eagle3(kept=V)])
+@pytest.mark.parametrize("make", [eagle1, pytest.param(lambda: eagle3(kept=V), marks=pytest.mark.exhaustive)])
 def test_the_line_that_converts_a_pickle_makes_a_speculator_of_it(
     make: Callable[[], tuple[dict[str, Any], dict[str, torch.Tensor]]], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from training_helpers import shared
 
 from command import run_foretell, tiny_target
@@ -29,6 +30,7 @@ def generate(*more: str | Path) -> str:
     return result.stdout
 
 
+@pytest.mark.exhaustive
 def test_two_drafts_trained_one_after_the_other_draft_together(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     train(first)

@@ -54,7 +54,14 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str | Path], 
         expect_error(*arguments, status=130)
 
 
-@pytest.mark.parametrize("kind", ["decoder", "free", "phrases", *EXITS, "sparsity"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("decoder", "free", "sparsity"),
+        *(pytest.param(kind, marks=pytest.mark.exhaustive if kind == "joint" else ()) for kind in EXITS),
+        pytest.param("phrases", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_resumed_training_ends_with_the_same_weights(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

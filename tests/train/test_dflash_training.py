@@ -99,8 +99,11 @@ def test_anchors_are_tokens_of_the_answer_and_places_end_where_labels_do() -> No
         pytest.param({"window": "6"}, marks=pytest.mark.exhaustive),
         pytest.param({"correction": "selector", "convolution": "1", "markov_rank": "0"}, marks=pytest.mark.exhaustive),
         pytest.param({"correction": "domino", "markov_rank": "0"}, marks=pytest.mark.exhaustive),
-        {"causal": "true", "weighting": "uniform", "markov_rank": "0"},
-        {"correction": "refiner", "markov_rank": "0", "predicts_from_anchor": "true", "candidates": "24"},
+        pytest.param({"causal": "true", "weighting": "uniform", "markov_rank": "0"}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"correction": "refiner", "markov_rank": "0", "predicts_from_anchor": "true", "candidates": "24"},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_small_set_is_learned_by_heart(options: dict[str, str]) -> None:

@@ -77,6 +77,7 @@ def calibration(fitted: Path, fresh: Path, *options: str) -> tuple[str | Path, .
     return ("calibrate", "exits", fitted, "--model", tiny_target(), "--data", fresh, *options)
 
 
+@pytest.mark.exhaustive
 def test_the_blocks_of_an_exit_count_as_layers(fresh: Path, tmp_path: Path) -> None:
     options = "--draft-vocab", "64", "--layers", "1", "--blocks", "1", "--steps", "2"
     fitted = run_foretell("train", "exits", tiny_target(), "--out", tmp_path / "exits", "--data", shared(), *options)

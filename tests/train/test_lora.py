@@ -105,7 +105,7 @@ def test_added_changes_compute_what_was_trained() -> None:
     assert abs(before - own.double().numpy()).max() > 0.05
 
 
-@pytest.mark.parametrize("name", ["medusa", "blockwise"])
+@pytest.mark.parametrize("name", ["medusa", pytest.param("blockwise", marks=pytest.mark.exhaustive)])
 def test_tuned_target_and_heads_are_written_and_work_together(name: str, tmp_path: Path) -> None:
     data = batch()
     recipe = recipe_of(name, Toy(WIDE), tune="text", rank="8", joint_from="0.2", heads="3")

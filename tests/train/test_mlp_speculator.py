@@ -124,7 +124,7 @@ def test_the_cross_entropy_is_least_for_the_distribution_itself() -> None:
         pytest.param({}, marks=pytest.mark.exhaustive),
         pytest.param({"candidates": "24"}, marks=pytest.mark.exhaustive),
         pytest.param({"tied": "1", "scale_input": "1"}, marks=pytest.mark.exhaustive),
-        {"soft": "0", "more_hidden_layers": "1", "own_head": "1"},
+        pytest.param({"soft": "0", "more_hidden_layers": "1", "own_head": "1"}, marks=pytest.mark.exhaustive),
         {"kind": "redrafter", "stages": "4"},
     ],
 )

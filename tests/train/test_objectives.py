@@ -27,7 +27,8 @@ def test_a_loss_is_the_objective_and_a_share_of_the_best_token() -> None:
 @pytest.mark.parametrize(
     ("kind", "objective"),
     [
-        pytest.param("eagle", "tvd", marks=pytest.mark.exhaustive), ("eagle3", "nla"),
+        pytest.param("eagle", "tvd", marks=pytest.mark.exhaustive),
+        pytest.param("eagle3", "nla", marks=pytest.mark.exhaustive),
         pytest.param("dflash", "nla", marks=pytest.mark.exhaustive), ("mlp_speculator", "lk_hybrid"),
     ],
 )  # fmt: skip

@@ -81,6 +81,7 @@ class _Begins(TrainingCallback):
         self.steps.append(step)
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     model, begins = target(str(tiny_target())), _Begins()
     begins.steps = []

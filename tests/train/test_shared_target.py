@@ -37,7 +37,19 @@ def ready(folder: Path, case: str) -> TrainingJob:
 
 
 # A tuned target is written to disk as a copy of its own.
-@pytest.mark.parametrize("case", [c for c in CASES if "tuned" not in c])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            c,
+            marks=()
+            if c in ("draft_model", "dflash", "eagle3", "medusa", "mlp_speculator")
+            else pytest.mark.exhaustive,
+        )
+        for c in CASES
+        if "tuned" not in c
+    ],
+)
 def test_a_target_that_runs_in_plain_torch_is_not_read_again(
     case: str, tmp_path: Path, decoders: list[Decoder]
 ) -> None:

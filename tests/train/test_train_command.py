@@ -236,7 +236,7 @@ def one_of_two(rank: int, command: Sequence[str], sharded: bool, port: int, fold
     os._exit(result.exit_code)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["copies", "shards"])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["copies", "shards"])
 def test_two_copies_of_a_process_learn_as_one(made: Path, tmp_path: Path, sharded: bool) -> None:
     check_two(forked, made, tmp_path, sharded)
 

@@ -70,6 +70,7 @@ def test_a_model_beside_itself_changes_nothing_and_beside_another_one_does() -> 
     assert all(different[name] > 0.02 for name in ("kl", "total_variation", "changed_tokens", "changed_answers"))
 
 
+@pytest.mark.exhaustive
 def test_changes_have_intervals_by_paired_bootstrap() -> None:
     options = ("--dtype", "float32", "--against", tiny_target())
     found = assessed(other(), *options)
@@ -102,6 +103,7 @@ def test_two_halves_of_one_model_do_not_differ() -> None:
     assert low < 1 < high and high - low < 0.1
 
 
+@pytest.mark.exhaustive
 def test_a_smaller_cache_costs_something_where_it_evicts() -> None:
     found = measures(tiny_target(), "--kv-cache-policy", "streaming_llm@8", "--dtype", "float32", "--against",
                      tiny_target(), "--length", "200", "--tokens", "200")  # fmt: skip
@@ -144,15 +146,14 @@ def test_progress_is_told_from_the_start_to_the_end() -> None:
     told = list[tuple[str, float]]()
     model, other_model = load(str(tiny_target()), "float32"), load(str(other()), "float32")
     settings = AssessSettings(96, 192, 2, 6, 2, 4)
-    for against in (None, other_model):
-        told.clear()
-        assess(model, against, [TEXT], read_probes(PROBES), settings, lambda what, share: told.append((what, share)))
-        shares = [share for _, share in told]
-        assert shares == sorted(shares) and shares[0] == 0 and 0.9 < shares[-1] <= 1 and len(shares) > 20
-        assert max(b - a for a, b in pairwise(shares)) < 0.25
-        assert told[0][0] == "reading texts" and told[-1][0] == "writing answers"
+    assess(model, other_model, [TEXT], read_probes(PROBES), settings, lambda what, share: told.append((what, share)))
+    shares = [share for _, share in told]
+    assert shares == sorted(shares) and shares[0] == 0 and 0.9 < shares[-1] <= 1 and len(shares) > 20
+    assert max(b - a for a, b in pairwise(shares)) < 0.25
+    assert told[0][0] == "reading texts" and told[-1][0] == "writing answers"
 
 
+@pytest.mark.exhaustive
 def test_progress_is_printed_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretell.cli.progress.PROGRESS_INTERVAL", 0.0)
     result = run_foretell("assess", tiny_target(), *SMALL)

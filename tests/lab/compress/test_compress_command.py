@@ -320,7 +320,9 @@ def test_what_was_measured_is_kept_when_a_run_is_interrupted(tmp_path: Path, mon
     assert same[0] == same[1]
 
 
-@pytest.mark.parametrize("method", ["wanda", "svd", "slicegpt"])
+@pytest.mark.parametrize(
+    "method", ["svd", *(pytest.param(m, marks=pytest.mark.exhaustive) for m in ("wanda", "slicegpt"))]
+)
 def test_the_answer_of_its_source_stays_the_same_when_it_drafts(method: str, tmp_path: Path) -> None:
     compress(tmp_path / "out", method)
     answers = []

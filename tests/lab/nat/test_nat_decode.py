@@ -42,6 +42,7 @@ def test_decoding_with_a_cache_is_decoding_without() -> None:
     assert translate(verifier, SOURCES, DecodeOptions()).tokens == [greedy(verifier, s) for s in SOURCES]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("seed", range(4))
 def test_verified_drafts_are_greedy_decoding(kind: Kind, seed: int) -> None:
