@@ -63,7 +63,6 @@ def serving(model: Path, *options: str) -> Iterator[str]:
             process.communicate(timeout=60)
 
 
-@pytest.mark.exhaustive
 def test_a_server_reads_answers_as_it_is_told(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path, context=2048)
     (model / "chat_template.jinja").write_text(TEMPLATE)

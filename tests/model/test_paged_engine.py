@@ -169,7 +169,6 @@ def test_which_attention_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
             attention_kind(CONFIG, torch.float64, torch.device(DEVICE))
 
 
-@pytest.mark.exhaustive
 def test_nothing_imports_triton_without_need() -> None:
     code = (
         "import sys, torch, foretell, foretell.testing as t\n"

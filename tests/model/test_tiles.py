@@ -30,7 +30,6 @@ _HOT = {
 of bytes, and one of Q8_0 keeps the sums of its lower halves meanwhile."""
 
 
-@pytest.mark.exhaustive
 def test_hot_loops_hardly_touch_the_stack(tmp_path: Path) -> None:
     calls = [
         f'extern "C" __attribute__((flatten)) void hot_{name}({parameters}) {{ {call}; }}'

@@ -235,7 +235,6 @@ def test_a_bad_hardware_file_says_what_is_wrong(tmp_path: Path, text: str, messa
     assert result.exit_code == 1 and message in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.exhaustive
 def test_a_bad_acceptance_file_and_a_bad_gguf(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     for text in ('{"eagle": {}}', '{"eagle": {"ranks": 3}}', "[]", "{"):
@@ -362,7 +361,6 @@ def test_a_forced_calibration_is_noted_in_its_source(tmp_path: Path, monkeypatch
     assert source.endswith("while other programs use 63% of the processors")
 
 
-@pytest.mark.exhaustive
 def test_calibration_times_the_torch_backend_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are no kernels, as on a GPU, the passes of the torch backend are timed."""
     monkeypatch.setattr("foretell.bench.random_model.native.available", lambda: False)

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import pytest
 from schemas import check_schemas, schema_cases
 from serving import running_server
 
@@ -23,7 +22,6 @@ def test_the_set_has_300_schemas_over_all_keywords() -> None:
     assert set(WORDS.split()) <= set(Counter(case.keyword for case in cases))
 
 
-@pytest.mark.exhaustive
 def test_every_schema_is_answered_validly_or_its_keyword_is_named() -> None:
     with running_server(rows=8) as server:
         (quote,) = server.service.loaded.model.codec.encode('"', add_special_tokens=False)

@@ -72,7 +72,6 @@ def test_the_fitted_temperature_is_part_of_the_norm() -> None:
     assert again.temperature == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.exhaustive
 def test_the_command_writes_a_speculator_whose_text_is_the_same(tmp_path: Path) -> None:
     model, data, sizes = save_tiny_model(tmp_path / "target"), tmp_path / "answers", ("--tokens", "300")
     written = run_foretell("data", "generate", "--model", model, "--self", *sizes, "--max-answer", "40", "--out", data)

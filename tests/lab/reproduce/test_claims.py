@@ -101,7 +101,6 @@ def test_prompts_are_of_two_sources() -> None:
     assert sum(p.startswith(("Summarise:\n\n", "Continue:\n\n")) for p in prompts) == 12
 
 
-@pytest.mark.exhaustive
 def test_no_module_of_the_prompts_is_in_the_datastore() -> None:
     held_back, corpus = code_sources()
     documents = "\n".join(corpus)
