@@ -23,6 +23,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.lab.reproduce import Lab, LabRun, Run
 from foretell.model.block.decoder import SkipSet
 from foretell.model.cache import layout
+from foretell.model.cache.policy import SINKS, Observed, Retrieval
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.skip import default_skip
 from foretell.retrieval.datastore import Datastore
@@ -150,16 +151,20 @@ def forgets_the_token(method: AnyMethod) -> AnyMethod:
     return method
 
 
-def blind_features(method: AnyMethod) -> AnyMethod:
-    """The drafter sees no hidden state of the target."""
-    pending = method.draft._pending
+def with_features(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[AnyMethod], AnyMethod]:
+    """Mutation of the target's hidden states that the drafter sees."""
 
-    def without(*arguments: Any) -> Any:
-        token, states = pending(*arguments)
-        return token, states._replace(hidden_states=[torch.zeros_like(h) for h in states.hidden_states])
+    def build(method: AnyMethod) -> AnyMethod:
+        pending = method.draft._pending
 
-    method.draft._pending = without
-    return method
+        def changed(*arguments: Any) -> Any:
+            token, states = pending(*arguments)
+            return token, states._replace(hidden_states=[change(h) for h in states.hidden_states])
+
+        method.draft._pending = changed
+        return method
+
+    return build
 
 
 def any_position(method: AnyMethod) -> AnyMethod:
@@ -234,6 +239,25 @@ def equally_sure(method: AnyMethod) -> AnyMethod:
     return method
 
 
+class WorstKeys(Retrieval):
+    """Sorts in the wrong direction: keeps the keys with the lowest scores, without the first and the last ones."""
+
+    def select(self, queries: torch.Tensor, keys: torch.Tensor, sums: torch.Tensor | None = None) -> torch.Tensor:
+        """As many keys."""
+        count, kept = keys.shape[1], min(keys.shape[1], self.budget)
+        scores = self.scores(Observed(queries, keys, torch.zeros(keys.shape[:2]))).clone()
+        scores[:, :SINKS] = scores[:, count - self.recent :] = float("inf")
+        worst: torch.Tensor = scores.topk(kept, largest=False).indices.sort(-1).values
+        return worst
+
+
+def keeps_the_worst_keys(method: AnyMethod) -> AnyMethod:
+    """Drafts over the keys that matter least."""
+    runner = method.draft.runner
+    runner.policy = WorstKeys(runner.policy.budget)
+    return method
+
+
 @contextmanager
 def first_attention_skipped() -> Iterator[None]:
     """As many sub-layers are left out, but the first ones."""
@@ -261,12 +285,14 @@ def no_tree_mask() -> Iterator[None]:
 
 MUTANTS: Mapping[str, Mutant] = {
     "drafts at random": Mutant(
-        ("ngram", "draft_model", "quantised_draft", "layer_skip", "eagle3"), redrafted(at_random)
+        ("ngram", "draft_model", "quantised_draft", "layer_skip", "eagle3", "dflash"), redrafted(at_random)
     ),
     "acceptor ignores the target": Mutant(("draft_model",), accepts(AcceptsAll())),
     "acceptor ignores its lenience": Mutant(("lenience_lossy",), accepts(LenientRejection(1.0))),
     "ancestors' mask dropped": Mutant(("eagle3",), world=no_tree_mask),
-    "features of the target blank": Mutant(("eagle3",), blind_features),
+    "features of the target blank": Mutant(("eagle3",), with_features(torch.zeros_like)),
+    "features permuted": Mutant(("eagle", "dflash"), with_features(lambda hidden: hidden.flip(-1))),
+    "worst keys kept": Mutant(("sparse_kv_draft",), keeps_the_worst_keys),
     "heads permuted": Mutant(("medusa", "blockwise"), permuted_heads),
     "stages read one token": Mutant(("mlp_speculator",), forgets_the_token),
     "any position copied": Mutant(("ngram",), any_position),
