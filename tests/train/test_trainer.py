@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from training_helpers import PROCESSES, answers, losses, settings, shared, target, task, trained, trainer
 
-from command import ENVIRONMENT
+from command import ENVIRONMENT, save_tiny_model
 from foretell.cli.train import run
 from foretell.model.kernels import instruction_sets
 from foretell.speculator.checkpoint import load_own
@@ -23,10 +23,12 @@ from foretell.train.loop.job import dtype_of
 from foretell.train.loop.measure import Measurement
 from foretell.train.loop.model_card import render_card, write_card
 from foretell.train.loop.settings import TrainingSettings
+from foretell.train.loop.trainer import Trainer
 from foretell.train.recipe.base import Loss
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
 from foretell.utils.paths import require_empty
 from foretell.utils.store import write_synced
+from helpers import unchecked
 
 
 def test_tokens_per_pass_rise_and_the_best_weights_are_kept(tmp_path: Path) -> None:
@@ -59,6 +61,44 @@ def test_a_training_resumed_from_a_checkpoint_has_the_curve_of_one_that_never_st
     assert [r.tokens_per_pass for r in rest.curve] == [r.tokens_per_pass for r in whole.curve]
     for name, tensor in load_file(tmp_path / "whole" / "model.safetensors").items():
         torch.testing.assert_close(load_file(tmp_path / "part" / "model.safetensors")[name], tensor, rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def loud(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target whose final norm is 100 times larger than usual, and its answers."""
+    folder = tmp_path_factory.mktemp("loud")
+    model = save_tiny_model(folder / "model")
+    tensors = load_file(model / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": 100 * tensors["model.norm.weight"]}, model / "model.safetensors")
+    return model, answers(folder / "answers", target(str(model)))
+
+
+@pytest.mark.parametrize("recipe", ["eagle3", "p_eagle", "dflash"])
+def test_a_new_network_is_certain_of_nothing_however_large_the_targets_final_norm_is(
+    loud: tuple[Path, Path], tmp_path: Path, recipe: str
+) -> None:
+    """The first loss is near that of a network that gives all tokens the same probability; trained weights stay."""
+    model, data = loud
+
+    def made(name: str, **changed: object) -> Trainer:
+        given = {"model": str(model), "recipe": recipe, "options": {}, "steps": 1, "measure_every": 0}
+        return trainer(settings(tmp_path / name, data, **given, **changed))
+
+    def first_loss(of: Trainer) -> float:
+        with unchecked():
+            of.run()
+        return losses(of)[0]
+
+    new, uniform = made("new"), made("uniform")
+    norm = uniform.job.recipe.output_norm
+    assert norm is not None
+    norm.data.zero_()
+    assert first_loss(new) < 1.15 * first_loss(uniform)
+    weights = load_file(tmp_path / "new" / "model.safetensors")
+    weights["norm.weight"] *= 100
+    save_file(weights, tmp_path / "new" / "model.safetensors")
+    kept = made("further", init_from=str(tmp_path / "new")).job.recipe.output_norm
+    assert kept is not None and torch.equal(kept, weights["norm.weight"])
 
 
 def test_a_measurement_that_is_interrupted_leaves_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from foretell.train.loop.distributed import create_strategy, local_shard
 from foretell.train.loop.ema import ExponentialMovingAverage
 from foretell.train.loop.job import TrainingJob, dtype_of
 from foretell.train.loop.measure import Measurement, measure
+from foretell.train.loop.output_scale import output_scale
 from foretell.train.loop.progress import Progress
 from foretell.train.recipe.base import Loss, TensorDict
 
@@ -64,19 +65,34 @@ class Trainer:
         self, job: TrainingJob, accelerator: "Accelerator", features: FeatureSource, callback: TrainingCallback
     ) -> None:
         self.job, self._accelerator, self._features, self._callback = job, accelerator, features, callback
+        self.out = Path(job.settings.out)
+        if job.init_folder is None and CheckpointStore(self.out, TrainState).latest() is None:
+            self._scale_output()
         self._strategy = create_strategy(accelerator, job.recipe.module, partial(_optimizer, job))
         self._module, self._optimizer = self._strategy.module, self._strategy.optimizer
         job.measured_recipe.module.to(accelerator.device).eval()
         decay = job.settings.ema
         self._ema = ExponentialMovingAverage(self._module, decay) if decay else None
         self._sharded = self._strategy.sharded
-        self.out = Path(job.settings.out)
         self._store = CheckpointStore(self.out, TrainState, accelerator.process_index if self._sharded else 0)
         self.progress, self.stopped = Progress(job.settings, job.num_steps), False
         self.curve: list[StepMetrics] = []
         self.best, self.best_step, self._stale = 0.0, 0, 0
         self.last_measurement: Measurement | None = None
         self._seconds = 0.0
+
+    def _scale_output(self) -> None:
+        """Scale the output norm of a new network to the first batch, before the processes share its weights."""
+        recipe, scale = self.job.recipe, 1.0
+        norm = recipe.output_norm
+        if norm is None:
+            return
+        recipe.module.to(self._accelerator.device)
+        if self._accelerator.is_main_process:
+            batch, seed = self._make_batch(self.job.schedule.batches(0)[0]), self.job.settings.seed
+            scale = output_scale(norm, lambda: float(self._loss(recipe.module, batch).total), seed)
+        with torch.no_grad():
+            norm.mul_(self._all_reduce({"": scale if self._accelerator.is_main_process else 0.0})[""])
 
     @property
     def step(self) -> int:
@@ -158,11 +174,14 @@ class Trainer:
         total = torch.tensor(sums.pop(""))
         return Loss(total, sums), lr
 
-    def _backward(self, batch: Batch, share: float) -> Loss:
+    def _loss(self, module: nn.Module, batch: Batch) -> Loss:
         # Autocast here and not in accelerate's wrapper, which would copy all outputs to float32.
         dtype = dtype_of(self.job.settings)
         with torch.autocast(self._accelerator.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loss = self.job.recipe.loss(self._module, batch)
+            return self.job.recipe.loss(module, batch)
+
+    def _backward(self, batch: Batch, share: float) -> Loss:
+        loss = self._loss(self._module, batch)
         # Gradients are averaged over the processes; shares add up to one.
         self._accelerator.backward(loss.total * (share * self._accelerator.num_processes))
         return loss

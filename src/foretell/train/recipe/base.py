@@ -244,6 +244,13 @@ class Recipe(ABC):
         return self.network.hidden_layers
 
     @property
+    def output_norm(self) -> nn.Parameter | None:
+        """The weights before the output head that are scaled to fit the first batch where the network is new; None:
+        there are none.
+        """
+        return None
+
+    @property
     def draft_length(self) -> int:
         """Tokens that it learns to draft in one pass."""
         return 1

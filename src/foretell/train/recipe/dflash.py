@@ -97,6 +97,11 @@ class DFlashRecipe(LabelledRecipe):
         return cls(setup, DFlash(config, setup.embedding_and_head), o)
 
     @property
+    def output_norm(self) -> nn.Parameter:
+        """The last norm."""
+        return self.network.norm.weight
+
+    @property
     def draft_length(self) -> int:
         """Tokens that it learns to draft in one pass."""
         return self.network.depth

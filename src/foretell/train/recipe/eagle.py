@@ -92,6 +92,11 @@ class EagleRecipe(LabelledRecipe):
         setup.set_draft_tokens(network)
         init_from_target(network, setup.last_blocks(len(network.layers)), setup.seed)
 
+    @property
+    def output_norm(self) -> nn.Parameter | None:
+        """EAGLE-3's last norm; EAGLE-1 has none."""
+        return self.network.norm.weight if isinstance(self.network, Eagle3) else None
+
     @abstractmethod
     def prediction_loss(
         self, network: nn.Module, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"], labels: TargetLabels

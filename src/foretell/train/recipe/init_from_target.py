@@ -23,8 +23,6 @@ DFLASH_OUTPUT_SCALE = 0.2
 """The same for DFlash, whose first stream, a mask's embedding, holds nothing that should dominate."""
 EMBEDDING_SHARE = 0.5
 """Size of the token's part of EAGLE-1's first sum relative to the feature's."""
-DRAFT_SCALE = 0.5
-"""Scale of DFlash's output norm: its first states point anywhere, and should not be certain of a token."""
 NOISE_SCALE = 0.02
 """Standard deviation of randomly initialised weights."""
 
@@ -70,7 +68,7 @@ def init_dflash_from_target(network: DFlash, decoder: Decoder | None, seed: int)
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     if decoder is not None and decoder.config.hidden == d:
         copy_last_blocks(network, decoder, torch.ones(d), DFLASH_OUTPUT_SCALE)
-        network.norm.weight.copy_(decoder.norm.weight * DRAFT_SCALE)
+        network.norm.weight.copy_(decoder.norm.weight)
 
 
 @torch.no_grad()
