@@ -29,7 +29,6 @@ from foretell.model.block.decoder import Decoder
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.model.training.chunked_attention import causal_attention
 from foretell.model.training.full_forward import forward_blocks
-from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.tokenizer.codec import Message, TextCodec
 from foretell.train.data.dataset import DatasetManifest, DatasetWriter, DocumentRecord
 from foretell.train.recipe.base import plain_decoder
@@ -275,10 +274,9 @@ def main(
         decoder = plain_decoder(target.network, getattr(torch, dtype)) or target.checkpoint.decoder(
             getattr(torch, dtype)
         )
-        manifest = DatasetManifest(
-            model=target.name, fingerprint=target.checkpoint.fingerprint(), vocab=target.config.vocab, kind="prompts",
-            tokenizer=tokenizer_fingerprint(target.codec), seed=seed, precision=dtype, greedy_share=greedy_share,
-            temperature=temperature, max_answer=max_answer, sources=tuple(path.name for path in prompts),
+        manifest = DatasetManifest.of(
+            target, "prompts", seed=seed, precision=dtype, greedy_share=greedy_share, temperature=temperature,
+            max_answer=max_answer, sources=tuple(path.name for path in prompts),
         )  # fmt: skip
         started = time.monotonic()
         writer = Writer(decoder, target.eos, temperature, max_answer, started + 60 * minutes)

@@ -28,7 +28,6 @@ from foretell.api import Model
 from foretell.core.sampling import SamplingParams
 from foretell.lab.reproduce.counts import Counts
 from foretell.load import load
-from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.train.data.dataset import DatasetManifest, DatasetWriter, DocumentRecord
 from foretell.train.data.features import compute_hidden_states
@@ -69,10 +68,7 @@ def sums(count: int, rng: random.Random) -> list[tuple[str, str]]:
 
 def write_set(model: Model, folder: Path, documents: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
     """A data set of prompts and answers."""
-    manifest = DatasetManifest(
-        model=model.name, fingerprint=model.checkpoint.fingerprint(), tokenizer=tokenizer_fingerprint(model.codec),
-        vocab=model.config.vocab, kind="prompts",
-    )  # fmt: skip
+    manifest = DatasetManifest.of(model, "prompts")
     with DatasetWriter(folder, manifest) as writer:
         for i, (prompt, answer) in enumerate(documents):
             writer.add(DocumentRecord(number=i, tokens=[*prompt, *answer], start=len(prompt)))

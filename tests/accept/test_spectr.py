@@ -103,7 +103,7 @@ def method(vocab: int, widths: tuple[int, ...]) -> Method:  # type: ignore[type-
 
 @pytest.mark.exhaustive_types
 def test_the_distribution_of_whole_answers() -> None:
-    vocab, length, prompt, count = 3, 3, [1, 2, 0, 1], 250
+    vocab, length, prompt, count = 3, 3, [1, 2, 0, 1], 500
     sampling = SamplingParams(temperature=8, frequency_penalty=0.4)
     distribution = exact_distribution(target(vocab), prompt, length, sampling)
     requests = [Request(prompt, replace(sampling, seed=s), max_new_tokens=length) for s in range(count)]

@@ -2,9 +2,6 @@
 
 import builtins
 import json
-import subprocess
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +9,6 @@ from typing import Any
 import pytest
 from bench_helpers import bench, draft, make_result, refused, target
 
-from foretell.bench import memory
 from foretell.bench.questions import in_turns, load_questions
 from foretell.bench.run import BenchRun
 from foretell.bench.schema import BenchResults, BenchSettings, QuestionResult
@@ -147,18 +143,7 @@ def test_methods_with_options_and_targets_with_options_are_measured(questions: P
     assert names == ["autoregressive", "ngram{num_speculative_tokens=4}"]
 
 
-def in_this_process(command: list[str], input: str, **_: object) -> subprocess.CompletedProcess[str]:
-    with redirect_stdout(StringIO()) as printed:
-        memory.main(input)
-    return subprocess.CompletedProcess(command, 0, printed.getvalue())
-
-
-@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_memory_is_measured_in_a_process_of_its_own(
-    apart: bool, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not apart:
-        monkeypatch.setattr("foretell.bench.memory.subprocess.run", in_this_process)
+def test_memory_is_measured_in_a_process_of_its_own(questions: Path, tmp_path: Path) -> None:
     result = bench(*run(questions, tmp_path / "out", "--methods", "autoregressive", "--memory"))
     assert result.exit_code == 0, result.output
     (found,) = BenchResults.model_validate_json((tmp_path / "out" / "results.json").read_bytes()).competitors

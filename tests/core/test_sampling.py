@@ -62,7 +62,7 @@ def distributions_of(
 
 
 @given(settings_, st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @pytest.mark.exhaustive_types
 def test_every_parameter_is_exact_at_every_node_of_a_tree(values: dict[str, Any], seed: int) -> None:
     sampling = SamplingParams(**values)

@@ -280,7 +280,7 @@ def test_the_command_line_answers_and_measures_on_the_device(device: str, tmp_pa
         for place, method in (("cpu", "autoregressive"), (device, "sam_recycling"))
     }
     assert len(set(answers.values())) == 1 and all(answers.values())
-    checked = run_foretell("verify", "ngram", *common, "--samples", "60", "--max-new-tokens", "12")
+    checked = run_foretell("verify", "ngram", *common, "--samples", "200", "--max-new-tokens", "12")
     assert checked.exit_code == 0, checked.output
     sizes = ("--tokens", "1,8", "--context", "32", "--repeats", "2", "--rows", "1,4", "--json", tmp_path / "step.json")
     timed = run_foretell("bench", "step", *common, *sizes)

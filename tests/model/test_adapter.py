@@ -578,16 +578,13 @@ def test_requests_of_one_batch_have_adapters_of_their_own(several: Any) -> None:
         for name, place in merged.items()
     }
     assert len({str(texts) for texts in wanted.values()}) == len(merged)
-    for method, cached in (
-        (model.method(), False),
-        (model.method("ngram"), True),
-        (model.method("draft_model", drafts=drafts), True),
-    ):
-        engine = model.engine(method, rows=5, prefix_caching=cached)
-        for _ in range(1 + cached):  # the second time rows hold the same prompts of every adapter
-            asked = [model.request(p, max_new_tokens=24, adapter=name) for name in merged for p in prompts]
-            answers = engine.complete(asked)
-            assert [answer.tokens for answer in answers] == [text for own in wanted.values() for text in own]
+    for method in (model.method(), model.method("ngram"), model.method("draft_model", drafts=drafts)):
+        for cached in (False, True):
+            engine = model.engine(method, rows=5, prefix_caching=cached)
+            for _ in range(2):  # the second time rows hold the same prompts of every adapter
+                asked = [model.request(p, max_new_tokens=24, adapter=name) for name in merged for p in prompts]
+                answers = engine.complete(asked)
+                assert [answer.tokens for answer in answers] == [text for own in wanted.values() for text in own]
     hits = [a.statistics.cached_tokens for a in answers]
     assert any(hits)
     with pytest.raises(ValueError, match="unknown adapter 'others'; known: all, gguf, one"):

@@ -205,7 +205,7 @@ def test_a_sweep_equals_its_workloads_one_by_one() -> None:
     mixtral, h100 = AnalyzedModel(*find_model("mixtral-8x7b")), HARDWARE["h100-sxm"]
     axes = dict(
         parse_axis(a)
-        for a in ("batch=1:5:4", "weights=16,4g128", "bandwidth=1000,2000", "context=0,700", "devices=1,2")
+        for a in ("batch=1:9:4", "weights=16,4g128", "bandwidth=1000,2000", "context=0,700", "devices=1,2")
     )
     stages: tuple[Stage, ...] = ("decode", "chat")
     for stage in stages:

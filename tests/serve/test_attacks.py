@@ -98,9 +98,9 @@ FIELDS: dict[str, Any] = {
     "stop": ["ab" * 1000],
     "bad_words": ["x"] * 2000,
     "prompt_logprobs": 200,
-    "allowed_token_ids": [1] * 200_000 + [99_999],
-    "stop_token_ids": [1] * 200_000 + [99_999],
-    "logit_bias": {str(i): 1 for i in range(60_000)},
+    "allowed_token_ids": [1] * 1_000_000 + [99_999],
+    "stop_token_ids": [1] * 1_000_000 + [99_999],
+    "logit_bias": {str(i): 1 for i in range(200_000)},
 }
 
 

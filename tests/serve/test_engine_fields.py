@@ -129,8 +129,7 @@ def test_drafts_are_returned_with_their_origins(server: Server) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_the_length_by_llama_cpp_s_name(server: Server, path: str) -> None:
-    text = "hi " * 120
-    body: Any = {"prompt": text, "messages": [{"role": "user", "content": text}], "temperature": 0}
+    body = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
     body.pop("messages" if path == "/v1/completions" else "prompt")
 
     def count(**fields: Any) -> int:
@@ -138,7 +137,7 @@ def test_the_length_by_llama_cpp_s_name(server: Server, path: str) -> None:
         return usage["completion_tokens"]
 
     assert count(n_predict=5) == 5 and count(n_predict=5, max_tokens=3) == 3
-    assert count(n_predict=-1, ignore_eos=True) > 60
+    assert count(n_predict=-1, ignore_eos=True) > 200
     error = server.post(path, body | {"n_predict": 0}).json()["error"]
     assert error["param"] == "n_predict"
 
@@ -199,9 +198,9 @@ def test_a_late_request_is_served_before_those_that_came_earlier(deadline: float
             threads.submit(answer, name, fields)
             wait_for(lambda: server.service.jobs.live > waiting)
 
-        ask("long", max_tokens=40, speculative={"max_drafts": 0})
+        ask("long", max_tokens=100, speculative={"max_drafts": 0})
         wait_for(lambda: bool(server.engine._scheduler.running))
-        ask("early", max_tokens=4)
-        ask("late", max_tokens=4, deadline_ms=deadline)
+        ask("early")
+        ask("late", deadline_ms=deadline)
         threads.shutdown()
         assert ended == ["long", *order]

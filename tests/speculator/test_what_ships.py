@@ -27,7 +27,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def plain(model: Model) -> list[tuple[int, ...]]:
-    return [a.tokens for a in model.generate(PROMPTS, max_new_tokens=16)]
+    return [a.tokens for a in model.generate(PROMPTS, max_new_tokens=32)]
 
 
 def test_all_of_it_is_small_and_described() -> None:
@@ -43,7 +43,7 @@ def test_all_of_it_is_small_and_described() -> None:
 
 @pytest.mark.parametrize("kind", PACKAGE_KINDS)
 def test_it_drafts_well_and_changes_nothing(kind: str, model: Model, plain: list[tuple[int, ...]]) -> None:
-    answers = model.generate(PROMPTS, METHODS.get(kind, kind), max_new_tokens=16)
+    answers = model.generate(PROMPTS, METHODS.get(kind, kind), max_new_tokens=32)
     assert [a.tokens for a in answers] == plain
     passes = sum(a.statistics.target_passes for a in answers)
     assert sum(a.statistics.new_tokens for a in answers) / passes > 1.1

@@ -13,7 +13,6 @@ from command import run_foretell, save_tiny_model
 from foretell.api import Model
 from foretell.load import load
 from foretell.plan.control_tokens import CHILD, FORK, ControlTokens, choose_control_tokens, find_control_tokens
-from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.speculator.network.base import TargetInfo
 from foretell.testing import letter_codec
 from foretell.train.data.dataset import Dataset, DatasetManifest, DatasetWriter, Document, DocumentRecord
@@ -137,10 +136,7 @@ def test_a_tokenizer_without_spare_tokens_is_refused() -> None:
 
 def answers(path: Path, model: Model) -> Path:
     """A data set of 24 answers, every second one with a list."""
-    manifest = DatasetManifest(
-        model=model.name, fingerprint=model.checkpoint.fingerprint(), tokenizer=tokenizer_fingerprint(model.codec),
-        vocab=model.config.vocab, kind="prompts",
-    )  # fmt: skip
+    manifest = DatasetManifest.of(model, "prompts")
     with DatasetWriter(path, manifest) as writer:
         for i in range(24):
             prompt = model.tokens(f"question {i}")

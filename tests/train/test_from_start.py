@@ -139,7 +139,7 @@ def test_a_nested_step_changes_the_first_neurons_alone() -> None:
 
 def test_exits_trained_from_the_start_know_what_those_of_another_model_do_not() -> None:
     text = torch.tensor([(3 * i) % 29 for i in range(400)])
-    plain = FromStartSettings(steps=100, rate=1e-2, batch=64, sequence=16)
+    plain = FromStartSettings(steps=150, rate=1e-2, batch=64, sequence=16)
     quality = []
     for settings in (plain, replace(plain, exit_loss="uniform", layer_dropout=0.1)):
         decoder = random_decoder(CONFIG, seed=0)

@@ -18,7 +18,6 @@ from command import tiny_target
 from foretell.api import Model
 from foretell.engine.request import Request
 from foretell.load import load
-from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.train.data.dataset import DatasetManifest, DatasetWriter, DocumentRecord
 from foretell.train.loop.job import TrainingJob, feature_source, find_recipe, prepare
 from foretell.train.loop.settings import DatasetWeight, TrainingSettings
@@ -49,14 +48,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 def answers(folder: Path, model: Model, texts: int = 24, seed: int = 0, tokens: int = 40, prompt: int = 8) -> Path:
     """A training set: the model continues random prompts greedily."""
-    manifest = DatasetManifest(
-        model=model.name,
-        fingerprint=model.checkpoint.fingerprint(),
-        tokenizer=tokenizer_fingerprint(model.codec),
-        vocab=model.config.vocab,
-        kind="prompts",
-        seed=seed,
-    )
+    manifest = DatasetManifest.of(model, "prompts", seed=seed)
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 256, prompt + int(rng.integers(0, 4))).tolist() for _ in range(texts)]
     engine = model.engine("autoregressive", rows=texts)

@@ -20,7 +20,6 @@ from foretell.cli.setup import load_model
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.plan.control_tokens import choose_control_tokens
 from foretell.retrieval.corpus import find_files, read_documents
-from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.train.data.dataset import Dataset, DatasetManifest, DatasetWriter
 from foretell.train.data.features import parse_hidden_layers
 from foretell.train.data.forks import forked_documents
@@ -70,12 +69,9 @@ def generate(
     target = load_model(model, dtype, device)
     hidden_layers = parse_hidden_layers(states, target.config.layers + 1, "--states")
     sources = [prompts] if prompts else find_files(text or ())
-    manifest = DatasetManifest(
-        model=target.name,
-        fingerprint="" if text else target.checkpoint.fingerprint(),
-        tokenizer=tokenizer_fingerprint(target.codec),
-        vocab=target.config.vocab,
-        kind="self" if own else "prompts" if prompts else "text",
+    manifest = DatasetManifest.of(
+        target,
+        "self" if own else "prompts" if prompts else "text",
         seed=seed,
         precision=target.precision,
         greedy_share=greedy_share,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from jaxtyping import Int
@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from foretell.api import Model
+from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.utils.store import SETTINGS_FILE, RunStore, read_records, read_settings, write_synced
 
 DOCUMENTS_PER_SHARD = 1000
@@ -44,6 +46,18 @@ class DatasetManifest(BaseModel):
     max_answer: int = 0
     sources: tuple[str, ...] = ()
     """Files of prompts or plain text, each with the first digits of its SHA-256."""
+
+    @classmethod
+    def of(cls, model: Model, kind: Literal["self", "prompts", "text"], **settings: Any) -> Self:
+        """Of documents for a model, which writes their answers unless they are plain text; `settings`: other fields."""
+        return cls(
+            model=model.name,
+            fingerprint="" if kind == "text" else model.checkpoint.fingerprint(),
+            tokenizer=tokenizer_fingerprint(model.codec),
+            vocab=model.config.vocab,
+            kind=kind,
+            **settings,
+        )
 
 
 class DocumentRecord(BaseModel):

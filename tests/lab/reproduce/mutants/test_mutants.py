@@ -23,7 +23,6 @@ from foretell.lab.reproduce import (
 from foretell.lab.reproduce import lab as lab_module
 from foretell.lab.reproduce.lab import PLAIN
 from foretell.load import load
-from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.train.data.dataset import DatasetManifest, DatasetWriter, DocumentRecord
 from foretell.utils.store import RunStore
 from helpers import unchecked
@@ -55,15 +54,8 @@ TRAINED, STEPS = ("eagle", "dflash"), 60
 def write_answers(lab: Lab, prompts: tuple[str, ...], folder: Path) -> None:
     """A training set of the model's answers to the prompts, twice, since some are held out."""
     model = lab.model
-    manifest = DatasetManifest(
-        model=model.name,
-        fingerprint=model.checkpoint.fingerprint(),
-        tokenizer=tokenizer_fingerprint(model.codec),
-        vocab=model.config.vocab,
-        kind="prompts",
-    )
     questions = [model.request(text).prompt for text in prompts]
-    with DatasetWriter(folder, manifest) as writer:
+    with DatasetWriter(folder, DatasetManifest.of(model, "prompts")) as writer:
         for number, (question, answer) in enumerate(2 * list(zip(questions, lab.run(Run(PLAIN)).tokens, strict=True))):
             writer.add(DocumentRecord(number=number, tokens=[*question, *answer], start=len(question)))
         writer.seal()

@@ -5,7 +5,6 @@ from functools import cached_property
 from pathlib import Path
 
 from foretell.api import Model
-from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.train.data.dataset import Dataset, DatasetManifest, DatasetWriter
 from foretell.train.data.generate import continue_answers
 from foretell.train.loop.job import check_data
@@ -74,12 +73,9 @@ class Texts:
     @property
     def _manifest(self) -> DatasetManifest:
         model = self._model
-        return DatasetManifest(
-            model=model.name,
-            fingerprint=model.checkpoint.fingerprint(),
-            tokenizer=tokenizer_fingerprint(model.codec),
-            vocab=model.config.vocab,
-            kind="self",
+        return DatasetManifest.of(
+            model,
+            "self",
             precision=model.precision,
             greedy_share=_GREEDY_SHARE,
             temperature=_TEMPERATURE,
