@@ -340,6 +340,11 @@ FAMILIES = (
     "hybrid_model",
 )
 """At least one method of every family."""
+STATES = (
+    "autoregressive", "ngram", "lookahead", "draft_model", "layer_skip", "online", "pass", "mlp_speculator", "eagle3",
+    "hybrid_model",
+)  # fmt: skip
+"""One of the families of each thing that a drafter keeps."""
 REPRESENTATIVES = {
     *FAMILIES, "rest", "universal_draft", "cascade", "masked_diffusion", "pard", "sparse_kv_draft", "triforce", "mtp",
     "dflash", "bild_lossy", "mixed", "exit_blocks_tree",

@@ -69,7 +69,7 @@ families_of_matching = pytest.mark.parametrize(
 kinds_of_rejecting = pytest.mark.parametrize(
     "variant", methods_by_kind([v for v in VARIANTS if v.lossless and not v.same_seed])
 )
-few_samples = pytest.mark.parametrize("samples", [120, pytest.param(2000, marks=pytest.mark.exhaustive)])
+few_samples = pytest.mark.parametrize("samples", [200, pytest.param(2000, marks=pytest.mark.exhaustive)])
 
 PARAMETERS: dict[str, dict[str, float]] = {
     "nothing": {},
@@ -257,7 +257,7 @@ def sample_sizes() -> list[Any]:
     counted = [PLAIN, *(v for v in VARIANTS if not v.same_seed)]
     well = [v for v in counted if v is PLAIN or v.name in {*KINDS, *REPRESENTATIVES}]
     few = [v for v in counted if v.lossless and v not in well]
-    sizes = [(v, 130 if v.lossless else 400) for v in well] + [(v, 60) for v in few]
+    sizes = [(v, 200 if v.lossless else 400) for v in well] + [(v, 100) for v in few]
     return [pytest.param(v, number, id=f"{v}-{number}") for v, number in sizes] + [
         pytest.param(v, 3000, id=f"{v}-3000", marks=pytest.mark.exhaustive) for v in counted
     ]
@@ -272,12 +272,12 @@ def test_samples_follow_the_distribution_of_the_target_and_only_lossy_methods_fa
 
 @cache
 def plain_texts() -> list[list[int]]:
-    return sampled(PLAIN, FLAT, 60)
+    return sampled(PLAIN, FLAT, 100)
 
 
 @kinds_of_matching
 def test_every_seed_gives_the_tokens_of_plain_decoding(variant: Variant) -> None:
-    assert sampled(variant, FLAT, 60) == plain_texts()
+    assert sampled(variant, FLAT, 100) == plain_texts()
 
 
 @pytest.mark.parametrize("variant", methods_by_kind(VARIANTS, of=FAMILIES))

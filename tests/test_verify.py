@@ -35,7 +35,7 @@ from foretell.verify.distribution import (
 from helpers import unchecked
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
-SETTINGS = VerifySettings(prompts=("abcabcab", "one two one", "z"), max_new_tokens=14, samples=400)
+SETTINGS = VerifySettings(prompts=("abcabcab", "one two one", "z"), max_new_tokens=14, samples=700)
 
 
 def decoder(seed: int = 0, layers: int = 2, sharpness: float = 0.5) -> Decoder:

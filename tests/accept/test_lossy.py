@@ -192,7 +192,7 @@ def test_bild_limits() -> None:
 
 def test_the_distribution_of_a_lossy_chain_is_within_the_reported_loss() -> None:
     """The first token after a one-token chain: a sample of q if acceptable, otherwise of the target."""
-    vocab, prompt, count = 5, [1, 2, 0, 1], 300
+    vocab, prompt, count = 5, [1, 2, 0, 1], 600
     requests = [Request(prompt, SamplingParams(temperature=1.5, seed=s), max_new_tokens=2) for s in range(count)]
     method: AnyMethod = Method(small_model(vocab), Chain(1), TopKAcceptor(3))
     with unchecked():

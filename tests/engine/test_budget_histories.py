@@ -105,7 +105,7 @@ def test_after_any_history_the_next_ten_requests_are_as_fast_as_on_a_fresh_serve
 
 def test_two_tokens_count_as_no_drafting_step() -> None:
     used = sim.Simulation(machine())
-    used.run([sim.Client(2) for _ in range(1000)])
+    two_tokens(used)
     s = used.budget.statistics
     assert s.drafting_steps == 0 and set(s.undrafted) == {"no_choice"}
 

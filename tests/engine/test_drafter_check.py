@@ -91,7 +91,7 @@ def test_a_drafter_of_another_model_is_told_and_switched_off(tmp_path: Path, mon
 def test_the_acceptance_of_the_last_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     same = save_tiny_model(tmp_path / "same")
-    command = ("generate", "hello", "--model", tiny_target(), "--max-new-tokens", "300", "--method", "draft_model")
+    command = ("generate", "hello", "--model", tiny_target(), "--max-new-tokens", "400", "--method", "draft_model")
     options = ("--draft-model", same, "--speculative-config", '{"num_speculative_tokens": 3}')
     first = run_foretell(*command, *options)
     records = tmp_path / "foretell" / "acceptance.json"

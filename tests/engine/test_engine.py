@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from test_requests import STATES
 
 from foretell.accept import Match, Rejection
 from foretell.core.context import Context
@@ -20,6 +19,7 @@ from foretell.shape import Chain, DynamicTree, RootOnly, Trie
 from foretell.testing import TINY, tiny_decoder
 from foretell.tokenizer.stream import Detokenizer
 from helpers import (
+    STATES,
     VARIANTS,
     VOCAB,
     Variant,

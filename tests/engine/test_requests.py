@@ -28,6 +28,7 @@ from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.tokenizer.stream import Detokenizer
 from helpers import (
     FAMILIES,
+    STATES,
     VARIANTS,
     VOCAB,
     Variant,
@@ -44,11 +45,6 @@ from helpers import (
     wide_target,
 )
 
-STATES = (
-    "autoregressive", "ngram", "lookahead", "draft_model", "layer_skip", "online", "pass", "mlp_speculator", "eagle3",
-    "hybrid_model",
-)  # fmt: skip
-"""One of the families of each thing that a drafter keeps."""
 every_entry = pytest.mark.parametrize("entry", methods_by_kind(BUILT_IN, of=STATES))
 kernels_only = pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())

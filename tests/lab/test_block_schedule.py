@@ -101,7 +101,7 @@ def test_every_schedule_decodes_the_same_and_reads_what_was_forecast(
         first = block * policy["resident_blocks"]
         assert passes * policy["read_bytes"] <= run["read_bytes"] <= passes * policy["read_bytes"] + first + 2 * block
         assert 0 < run["cache_bytes"] <= policy["cache_bytes"]
-    measure_offload.main([*given, "--per-category", "1", "--tokens", "2", "--memory", "18"])
+    measure_offload.main([*given, "--tokens", "4", "--memory", "18"])
     assert "(chosen)" in capsys.readouterr().out
 
 

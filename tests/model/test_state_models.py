@@ -245,7 +245,7 @@ def states_of(runner: DecoderRunner, row: int) -> list[torch.Tensor]:
     return [store.inputs[:, row, side], store.state[:, row, side]]
 
 
-@pytest.mark.parametrize(("name", "rounds"), [("delta_net", 30), ("short_conv", 30), ("nemotron", 12)])
+@pytest.mark.parametrize(("name", "rounds"), [("delta_net", 100), ("short_conv", 100), ("nemotron", 12)])
 def test_after_many_rounds_the_states_are_those_of_a_fresh_run(name: str, rounds: int) -> None:
     runner, fresh = DecoderRunner(state_target(name)), DecoderRunner(state_target(name))
     noise, kept = np.random.default_rng(1), {0: list[int](), 1: list[int]()}

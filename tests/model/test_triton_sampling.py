@@ -32,7 +32,7 @@ CASES = list(
         ("0", "1", "12", "2000"),  # top-k
         ("1e-300", "0.5", "0.999", "1.0"),  # top-p
         ("0.0", "1e-9", "0.05", "1.0"),  # min-p
-        ("1", "33", "1025", "3001"),  # vocabulary
+        ("1", "33", "1025", "6001"),  # vocabulary
         ("normal", "ties", "equal", "infinite", "nan", "none"),
     )
 )
@@ -85,7 +85,7 @@ def test_the_kernel_keeps_and_draws_what_the_cpu_does(case: tuple[str, ...], mon
 
 
 def test_rows_of_one_launch_have_settings_of_their_own() -> None:
-    x = random_logits(1500, "normal")
+    x = random_logits(5000, "normal")
     params = [SamplingParams(0.7, 3), SamplingParams(top_p=0.8), SamplingParams(2.0, 500, 0.9, 1e-3)]
     keys = [CounterRNG(seed).key(9) for seed in SEEDS]
     tokens, weights = draw(x, SEEDS, params, keys)
