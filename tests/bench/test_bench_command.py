@@ -294,6 +294,7 @@ def test_a_random_model_of_a_shape_is_timed_against_the_memory_bandwidth(
         (("--shape", "llama-68m", "--dtype", "int9"), "did you mean 'int8'"),
         (("--device", "tpu"), "unknown device"),
         (("--device", "cuda", "--peers", "transformers"), "on the CPU only"),
+        (("--peers", "openvino"), "unknown peer of single passes 'openvino'; known: llama.cpp, transformers"),
     ],
 )
 def test_wrong_shapes_and_devices_are_one_sentence(arguments: tuple[str, ...], words: str) -> None:

@@ -1,6 +1,7 @@
 """Question files in every format, and broken ones."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,57 @@ def test_every_format_of_line_is_read(tmp_path: Path) -> None:
     assert b.id == "HumanEval/0" and b.category == "humaneval" and b.turns[0].endswith("def f():\n")
     assert (c.id, c.category, c.turns) == ("x", "mine", ("three",))
     assert (d.id, d.category, d.turns) == ("5", "prompts", ("four",))
+
+
+SPEED_BENCH = [
+    {"question_id": "a1", "category": "writing", "sub_category": "essay", "turns": ["one", "two"], "source": "s",
+     "src_id": "1", "difficulty": "easy", "multiturn": True},
+    {"question_id": "a2", "category": "low_entropy", "sub_category": "code", "turns": ["three"], "source": "s",
+     "src_id": "2", "difficulty": "", "multiturn": False},
+    {"question_id": "a3", "category": "qa", "sub_category": "code", "source": "s", "src_id": "2", "difficulty": "",
+     "turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\nyou are {role}"],
+     "multiturn": False},
+]  # fmt: skip
+"""Rows with the columns of nvidia/SPEED-Bench, of its qualitative and its throughput files; the last is withheld."""
+
+
+@pytest.mark.parametrize("form", ["turns", "messages", "parquet"])
+def test_files_of_speed_bench_are_read(form: str, tmp_path: Path) -> None:
+    """`messages` is what NVIDIA's script for JSONL writes, parquet what the hub has and the other script writes."""
+    path = tmp_path / ("q.parquet" if form == "parquet" else "q.jsonl")
+    if form == "parquet":
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(SPEED_BENCH), path)
+    elif form == "turns":
+        write(path, *SPEED_BENCH)
+    else:
+        rows = [
+            {**row, "messages": [{"role": "user", "content": turn} for turn in row["turns"]]} for row in SPEED_BENCH
+        ]
+        write(path, *({k: v for k, v in row.items() if k != "turns"} for row in rows))
+    tasks = load_questions(str(path))
+    assert [(q.id, q.category, q.group, q.turns) for q in tasks.questions] == [
+        ("a1", "writing", "writing", ("one", "two")), ("a2", "low_entropy", "low_entropy", ("three",)),
+    ]  # fmt: skip
+    (problem,) = tasks.problems
+    assert "3: SPEED-Bench's file on the hub has no text here" in problem
+    assert [q.id for q in tasks.select(None, ["low_entropy"]).questions] == ["a2"]
+
+
+def test_messages_of_others_are_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "q.jsonl", {"messages": [{"role": "system", "content": "be brief"}]}, {"prompt": "x"})
+    assert "those of the user alone" in load_questions(source).problems[0]
+
+
+def test_parquet_without_its_reader_or_broken_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "q.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match="pip install pyarrow"):
+        load_questions(str(tmp_path / "q.parquet"))
+    monkeypatch.undo()
+    pytest.importorskip("pyarrow")
+    with pytest.raises(ValueError, match="not a parquet file"):
+        load_questions(str(tmp_path / "q.parquet"))
 
 
 def test_plain_text_has_a_prompt_a_line(tmp_path: Path) -> None:

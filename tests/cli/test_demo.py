@@ -1,11 +1,15 @@
-"""`foretell demo`: what it says where no trained speculator is installed."""
+"""`foretell demo`: what it says of drafters and of the machine."""
+
+import os
 
 import pytest
 
 from command import tiny_draft, tiny_target
+from foretell.bench import machine
 from foretell.catalogue import speculators
-from foretell.cli.demo import METHOD, demo_prompts, missing_speculator
+from foretell.cli.demo import METHOD, demo_prompts, measured_on, missing_speculator
 from foretell.load import load
+from foretell.model.kernels import build
 from foretell.speculator import installed
 from foretell.speculator.installed import InstalledSpeculator, InstalledSpeculators
 
@@ -28,6 +32,14 @@ def test_an_answer_of_the_method_names_its_drafter() -> None:
     for drafts, label in (((), "the target's first blocks"), ((draft,), "a draft model")):
         method = model.method(METHOD, drafts=drafts)
         assert model.generate("hello", method, max_new_tokens=2)[0].drafter == f"retrieval, and beside it {label}"
+
+
+def test_the_picture_names_the_processor_and_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_processor", lambda: "Some CPU")
+    kernels = build.library().foretell_instructions().decode() if build.available() else "no kernels"
+    assert measured_on() == f"{os.cpu_count()} cores, Some CPU, {kernels}"
+    monkeypatch.setenv("FORETELL_NATIVE", "0")
+    assert measured_on().endswith("Some CPU, no kernels")
 
 
 def test_the_prompts_are_complete() -> None:

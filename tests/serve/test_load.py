@@ -20,14 +20,18 @@ def test_every_prompt_is_answered_and_counted(server: Server) -> None:
 
 
 def test_the_command_compares_servers_in_turn(server: Server, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\n".join(f"{word} " * 20 for word in ("abc", "bca", "cab")))
+    prompts, words = tmp_path / "prompts.jsonl", ("abc", "bca", "cab", "acb")
+    mixes = ("low_entropy", "mixed", "low_entropy", "high_entropy")
+    lines = [{"prompt": f"{word} " * 20, "category": mix} for word, mix in zip(words, mixes, strict=True)]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
     command = ["serve", f"ours={server.url}", f"plain={server.url}", "--concurrency", "1,3", "--repeats", "2"]
     command += [
         "--max-new-tokens",
         "6",
         "--tasks",
         str(prompts),
+        "--categories",
+        "low_entropy,mixed",
         "--fields",
         'plain={"speculative": {"max_drafts": 0}}',
         "--json",
@@ -39,6 +43,7 @@ def test_the_command_compares_servers_in_turn(server: Server, tmp_path: Path) ->
     assert [(r["server"], r["concurrency"]) for r in results[:4]] == [
         ("ours", 1), ("plain", 1), ("ours", 3), ("plain", 3),
     ]  # fmt: skip
+    assert [a["category"] for a in results[3]["answers"]] == ["low_entropy", "mixed", "low_entropy"]
     # Neither has read what the other has: each one's first prompts are new to the cache.
     first = {r["server"]: [a["cached_tokens"] for a in r["answers"]] for r in reversed(results)}
     assert first["ours"] == first["plain"]

@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from foretell.model.kernels import build
+
 _STREAM_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 """Size of the block that is read to measure bandwidth: many times the caches."""
 _STREAM_REPEATS = 8
@@ -26,15 +28,16 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
+def describe_hardware() -> dict[str, str]:
+    """System, number of cores, and name of the processor."""
+    return {"system": platform.platform(), "cores": str(os.cpu_count()), "processor": _processor()}
+
+
 def describe_machine(device: str = "cpu") -> dict[str, str]:
-    """Processor, cores, threads, GPU and versions."""
-    facts = {
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "cores": str(os.cpu_count()),
-        "threads": str(torch.get_num_threads()),
-        "processor": _processor(),
-    }
+    """Processor, instructions of the kernels, cores, threads, GPU and versions."""
+    facts = {"python": platform.python_version(), **describe_hardware(), "threads": str(torch.get_num_threads())}
+    if (library := build.load()) is not None:
+        facts["kernels"] = library.foretell_instructions().decode()
     if device.startswith("cuda"):
         facts["gpu"] = torch.cuda.get_device_name(device)
     for package in ("foretell", "torch", "transformers", "llama-cpp-python"):

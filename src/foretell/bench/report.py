@@ -39,8 +39,10 @@ def introduction(results: BenchResults) -> str:
 
 
 def device_name(results: BenchResults) -> str:
-    """The GPU, or else the processor."""
-    return results.machine.get("gpu") or results.machine.get("processor", "unknown processor")
+    """The GPU, or else the processor with the instructions of the kernels."""
+    machine = results.machine
+    kernels = f" ({machine['kernels']})" if "kernels" in machine else ""
+    return machine.get("gpu") or machine.get("processor", "unknown processor") + kernels
 
 
 def sections(results: BenchResults) -> dict[str, TextTable]:

@@ -82,10 +82,18 @@ def demo(
     outcome = translated("the same text in fewer passes of the model")
     console.print(summary_table(comparisons, f"{model}, {target.precision}: {outcome}"))
     if picture is not None:
-        draw_chart(picture, comparisons, f"{model}, {target.precision}")
+        draw_chart(picture, comparisons, f"{model}, {target.precision}\n{measured_on()}")
     for _, compared in comparisons:
         if reason := difference(compared, methods[-1]):
             print_error(reason)
+
+
+def measured_on() -> str:
+    """The processor with its number of cores, and the instructions of the kernels."""
+    from foretell.bench.machine import describe_machine
+
+    facts = describe_machine()
+    return f"{facts['cores']} cores, {facts['processor']}, {facts.get('kernels', 'no kernels')}"
 
 
 def missing_speculator(model: "Model") -> str:

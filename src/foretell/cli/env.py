@@ -53,10 +53,9 @@ def _guarded(section: Callable[[], Section]) -> Section:
 
 
 def _machine() -> Section:
-    from foretell.bench.machine import describe_machine
+    from foretell.bench.machine import describe_hardware
 
-    machine = describe_machine()
-    return {**{key: machine[key] for key in ("system", "processor", "cores") if key in machine}, **_memory()}
+    return {**describe_hardware(), **_memory()}
 
 
 def _memory() -> Section:

@@ -26,6 +26,8 @@ GROUPS = {
     **{name: tuple(f"{name}-{mode}" for mode in runtime.modes[:2]) for name, runtime in isolated.RUNTIMES.items()},
 }
 """Peers that the bare name of a runtime selects."""
+FORWARD = ("transformers", "llama.cpp")
+"""Peers whose single passes are timed."""
 _MODES = *TRANSFORMERS, *LLAMA_CPP, *isolated.MODES
 _ASSISTED = {"transformers": "transformers-assisted"} | {
     name: f"{name}-draft" for name, runtime in isolated.RUNTIMES.items() if "draft" in runtime.modes
@@ -99,6 +101,18 @@ def require_installed(names: Sequence[str]) -> None:
             llama_cpp.import_llama_cpp()
 
 
+def require_forward(names: Sequence[str]) -> None:
+    """Check that single passes of these peers can be timed.
+
+    Raises:
+        ValueError: those of a peer cannot, or its package is missing.
+    """
+    for name in names:
+        if name not in FORWARD:
+            raise unknown("peer of single passes", name, FORWARD)
+    require_installed(expand_names(names, "bfloat16", False))
+
+
 def load_peers(names: Sequence[str], settings: PeerSettings) -> dict[str, Peer]:
     """Peers by full name; the modes of transformers share their weights."""
     out: dict[str, Peer] = {}
@@ -140,7 +154,7 @@ def load_forward_backends(names: Sequence[str], settings: PeerSettings) -> list[
                     hf.load(settings.model, getattr(torch, precision)), f"transformers eager {precision}"
                 )
             )
-        elif name == "llama.cpp":
+        else:
             for precision in PRECISIONS:
                 path = export(settings.model, precision, settings.folder)
                 out.append(
@@ -148,6 +162,4 @@ def load_forward_backends(names: Sequence[str], settings: PeerSettings) -> list[
                         llama_cpp.load(path, settings.context, settings.threads), f"llama.cpp {precision}"
                     )
                 )
-        else:
-            raise unknown("peer", name, GROUPS)
     return out

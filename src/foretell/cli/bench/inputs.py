@@ -21,7 +21,11 @@ Folder = Annotated[
 
 
 Tasks = Annotated[
-    str, typer.Option(help="'builtin', or a file of questions: JSONL (Spec-Bench, HumanEval, prompts) or plain text.")
+    str,
+    typer.Option(
+        help="'builtin', or a file of questions: JSONL or parquet (Spec-Bench, SPEED-Bench, HumanEval, prompts), or "
+        "plain text."
+    ),
 ]
 Methods = Annotated[
     str,

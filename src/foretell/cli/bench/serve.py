@@ -12,7 +12,7 @@ from foretell.bench.identity import IdentityResult, check_identity, expected_ans
 from foretell.bench.load_test import LoadResult, Server, Workload, load_table, run_all, with_own_salts
 from foretell.bench.questions import BUILT_IN
 from foretell.bench.saved_answers import read_answers, save_answers
-from foretell.cli.bench.inputs import load_selected_questions, parse_counts
+from foretell.cli.bench.inputs import Categories, load_selected_questions, parse_counts
 from foretell.cli.given import refuse_unused
 from foretell.utils.assignments import split_assignment
 from foretell.utils.paths import require_file_place
@@ -29,6 +29,7 @@ def serve_(
     ],
     questions: Annotated[str, typer.Option("--tasks", metavar="FILE", help="Prompts; see bench run.")] = BUILT_IN,
     per_category: Annotated[int | None, typer.Option(metavar="N", help="Prompts per category.")] = None,
+    categories: Categories = "",
     concurrency: Annotated[str, typer.Option(metavar="N,N", help="Streams at a time.")] = "1,4,16",
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="New tokens per answer.")] = 128,
     repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Repetitions.")] = 3,
@@ -78,7 +79,7 @@ def serve_(
             raise ValueError(f"--fields: a JSON object was expected, found {text!r}")
     named = with_own_salts([replace(s, fields=extra.get(s.name, "{}")) for s in named])
     require_file_place(json_file)
-    selected = load_selected_questions(questions, per_category, "")[1]
+    selected = load_selected_questions(questions, per_category, categories)[1]
     workload = Workload(tuple(q.turns[0] for q in selected.questions), max_new_tokens)
 
     counts = parse_counts(concurrency, "--concurrency")
@@ -95,7 +96,14 @@ def serve_(
     results = run_all(named, workload, counts, repeats, report)
     typer.echo(load_table(results).markdown(), nl=False)
     if json_file is not None:
-        json_file.write_text(json.dumps([asdict(r) for r in results], indent=1), "utf-8")
+        asked = [q.category for q in selected.questions]
+        json_file.write_text(json.dumps([_record(r, asked) for r in results], indent=1), "utf-8")
+
+
+def _record(result: LoadResult, categories: Sequence[str]) -> dict[str, object]:
+    """All numbers of a result, with the category of each prompt."""
+    answers = [{"category": c, **asdict(a)} for c, a in zip(categories, result.answers, strict=True)]
+    return {**asdict(result), "answers": answers}
 
 
 @dataclass(frozen=True)

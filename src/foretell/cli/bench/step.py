@@ -73,7 +73,7 @@ def step(
     count, sizes, batches = set_threads(threads), parse_counts(tokens, "--tokens"), parse_counts(rows, "--rows")
     peer_names = split_commas(peers)
     check_peer_device(peer_names, device)
-    registry.require_installed(registry.expand_names(peer_names, "bfloat16", False))
+    registry.require_forward(peer_names)
     if weights:
         if shape is None:
             raise ValueError("--weights writes a random model, whose sizes --shape names")

@@ -392,10 +392,12 @@ struct LevelSum {
     return each_part<Int>(
         [](IntPart s, WordPart u, WordPart v) {
 #if FORETELL_AVX512
-          return _mm512_add_epi16((__m512i)s, _mm512_maddubs_epi16((__m512i)u, (__m512i)v));
+          __m512i out = _mm512_add_epi16((__m512i)s, _mm512_maddubs_epi16((__m512i)u, (__m512i)v));
+          asm("" : "+v"(out));  // else GCC adds in a tree, whose leaves do not fit in the registers
+          return out;
 #elif FORETELL_AVX2
           __m256i out = _mm256_add_epi16((__m256i)s, _mm256_maddubs_epi16((__m256i)u, (__m256i)v));
-          asm("" : "+x"(out));  // else GCC adds in a tree, whose leaves do not fit in the registers
+          asm("" : "+x"(out));  // likewise
           return out;
 #else
           return s;
