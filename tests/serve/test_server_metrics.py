@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import NAME, SETTINGS, Server, running_server, wait_for
 
-from foretell.engine.budget import COST, BudgetStatistics, Forecast
+from foretell.engine.budget_statistics import COST, BudgetStatistics, Forecast
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request, Update
 from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime

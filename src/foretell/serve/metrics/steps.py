@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prometheus_client import Counter, Gauge
 
-from foretell.engine.budget import REASONS, BudgetStatistics, Forecast
+from foretell.engine.budget_statistics import REASONS, BudgetStatistics, Forecast
 from foretell.engine.engine import Engine
 from foretell.engine.statistics import StepTime
 from foretell.serve.metrics.histogram import FastHistogram
