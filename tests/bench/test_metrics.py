@@ -116,7 +116,7 @@ def test_the_regret_of_auto_is_over_the_fastest_other_lossless_method_of_each_ca
     settings = BenchSettings(
         model="m", tasks="t", digest="d", max_new_tokens=8, temperature=0, seed=0, threads=1, dtypes=("x",)
     )
-    peer = expand_names(GROUPS, "float32", has_draft_model=False)[0]
+    peer = expand_names([*GROUPS], "float32", has_draft_model=False)[0]
     seconds = {
         "autoregressive/x": (4, 4),
         "auto/x": (2, 2),
