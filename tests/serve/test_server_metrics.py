@@ -171,6 +171,8 @@ def test_step_metrics_compare_drafting_with_plain_decoding() -> None:
     assert metrics.realised_speedup() == pytest.approx((1 + 3) / (1 + 1.25), rel=0.05)
     assert metrics.predicted_speedup() == pytest.approx((1 + 2) / (1 + 1.25), rel=0.05)
     assert metrics.drafts_per_request() == pytest.approx(1.5, rel=0.05)
+    assert metrics.predicted_tokens() == pytest.approx((1 + 2) / 2, rel=0.05)
+    assert metrics.realised_tokens() == pytest.approx((1 + 3) / 2, rel=0.05)
 
 
 def test_decisions_against_drafts_are_counted() -> None:
