@@ -70,7 +70,12 @@ def test_the_speed_after_each_hostile_history_is_printed(server: Server, monkeyp
     monkeypatch.setattr(soak_histories, "_BURST", 4)
     asked = list[dict[str, Any]]()
     post = SoakClient.post
-    monkeypatch.setattr(SoakClient, "post", lambda self, path, body: asked.append(body) or post(self, path, body))
+
+    def note(self: SoakClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        asked.append(body)
+        return post(self, path, body)
+
+    monkeypatch.setattr(SoakClient, "post", note)
     command = ["soak", server.url, "--minutes", "0.01", "--clients", "1", "--max-growth", "9", "--max-new-tokens", "4"]
     result = CliRunner().invoke(app, [*command, "--histories", "3"])
     assert "after / before" in result.stdout, result.output
