@@ -21,7 +21,8 @@ from foretell.core.context import Context, ModelOutput, StepResult, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.core.tree import root_tree, tree_from_lists
 from foretell.draft import Continuation, Retriever
-from foretell.engine.budget import Budget, Plan
+from foretell.engine.asking import Plan
+from foretell.engine.budget import Budget
 from foretell.engine.draft_account import DraftAccount
 from foretell.engine.drafted_trees import DraftedTrees
 from foretell.engine.method import BoundMethod, Method
@@ -238,7 +239,7 @@ def main(arguments: Sequence[str]) -> None:
     name, *values = arguments
     modules = [
         importlib.import_module(f"foretell.engine.{m}")
-        for m in ("acceptance", "budget", "draft_account", "pass_times", "step_costs")
+        for m in ("acceptance", "asking", "budget", "draft_account", "draft_source", "pass_times", "step_costs")
     ]
     for value in values:
         for module in modules:

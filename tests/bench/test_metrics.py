@@ -3,9 +3,10 @@
 import pytest
 from bench_helpers import make_answer, make_result
 
+from foretell.bench.console import print_summary
 from foretell.bench.metrics import DEFINITIONS, category_means, compute_metrics, question_metrics, spec_bench_metrics
 from foretell.bench.peers.registry import GROUPS, expand_names
-from foretell.bench.report import render_markdown
+from foretell.bench.report import regret_table, render_markdown
 from foretell.bench.results import build_results
 from foretell.bench.schema import AnswerDivergence, BenchSettings, QuestionResult
 from foretell.bench.verdict import verdict
@@ -107,3 +108,35 @@ def test_the_verdict_names_the_fastest_lossless_method_or_plain_decoding() -> No
     slow = results(("ngram", 4.0))
     assert slow.startswith("On this machine use plain decoding: the fastest method, ngram, has 0.8 times")
     assert results() == "No lossless method was measured beside plain decoding."
+
+
+def test_the_regret_of_auto_is_over_the_fastest_other_lossless_method_of_each_category(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = BenchSettings(
+        model="m", tasks="t", digest="d", max_new_tokens=8, temperature=0, seed=0, threads=1, dtypes=("x",)
+    )
+    peer = expand_names([*GROUPS], "float32", has_draft_model=False)[0]
+    seconds = {
+        "autoregressive/x": (4, 4),
+        "auto/x": (2, 2),
+        "ngram/x": (1.6, 8),
+        "lossy/x": (0.1, 0.1),
+        peer: (0.1, 0.1),
+    }
+    answers = [
+        make_result(question, name, (answer,), question)
+        for name, times in seconds.items()
+        for question, time in zip(("qa", "rag"), times, strict=True)
+        for answer in [make_answer(5, 2, (1.0, 1.0 + time), (1, 4))]
+    ]
+    results = build_results(answers, settings, {name: name != "lossy/x" for name in seconds})
+    assert regret_table(results).texts() == [
+        ["qa", "auto/x", "2.00", "ngram/x", "2.50", "20.0%"],
+        ["rag", "auto/x", "2.00", "autoregressive/x", "1.00", "-100.0%"],
+    ]
+    assert "Regret" in render_markdown(results)
+    print_summary(results)
+    assert "Regret" in capsys.readouterr().out
+    others = build_results(answers, settings, dict.fromkeys(("autoregressive/x", "ngram/x"), True))
+    assert not regret_table(others).rows and "Regret" not in render_markdown(others)

@@ -128,6 +128,15 @@ def test_a_method_keeps_its_state_only_with_remember() -> None:
         assert ([t.passes for t in first] == [t.passes for t in again]) is same
 
 
+def test_what_passes_take_is_known_to_the_next_question() -> None:
+    target = model()
+    before, competitor = target.pass_times.passes, own("ngram")
+    for _ in range(2):
+        competitor.answer(QUESTIONS[0], None)
+    assert competitor._build_engine().budget.times is target.pass_times
+    assert target.pass_times.passes > before + 2
+
+
 def test_questions_answered_together_get_the_answers_of_single_ones() -> None:
     one, two = own("ngram", GenerationSettings(24)), own("ngram", GenerationSettings(24, batch=2))
     together = two.answer_together(QUESTIONS, [None] * len(QUESTIONS))

@@ -323,3 +323,11 @@ def test_two_answers_stand_side_by_side_on_a_wide_terminal(monkeypatch: pytest.M
     assert run_foretell("generate", *arguments).stdout == ""
     last = [line for line in shown.getvalue().splitlines() if "plain decoding" in line][-1]
     assert "auto" in last and shown.getvalue().count("8 tokens, ") > 1
+
+
+def test_the_times_of_passes_are_kept_when_the_command_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FORETELL_CACHE", str(tmp_path))
+    monkeypatch.delenv("FORETELL_CACHE_LIMIT", raising=False)
+    for length, kept in (("8", 0), ("60", 1)):
+        records("hello", "--max-new-tokens", length, "--method", "autoregressive", "--ignore-eos")
+        assert len(list(tmp_path.glob("*.times.json"))) == kept

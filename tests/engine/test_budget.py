@@ -13,7 +13,8 @@ from foretell.core.context import Context
 from foretell.core.sampling import SamplingParams
 from foretell.draft import Continuation, EagleDrafter, NoDrafter, PromptLookup, Retriever, cached_states
 from foretell.draft.prediction import Prediction
-from foretell.engine.budget import Budget, Plan
+from foretell.engine.asking import Plan
+from foretell.engine.budget import Budget
 from foretell.engine.draft_account import DraftAccount
 from foretell.engine.draft_source import Trials
 from foretell.engine.drafted_trees import DraftedTrees

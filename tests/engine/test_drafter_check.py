@@ -12,7 +12,8 @@ import pytest
 from command import expect_error, run_foretell, save_tiny_model, tiny_target
 from foretell.accept import Match
 from foretell.draft import DraftModel, HybridDrafter, PromptLookup
-from foretell.engine.budget import Budget, BudgetStatistics
+from foretell.engine.budget import Budget
+from foretell.engine.budget_statistics import BudgetStatistics
 from foretell.engine.drafter_check import FIRST_PASSES, PASSES, DrafterCheck
 from foretell.engine.engine import Engine
 from foretell.engine.method import Method

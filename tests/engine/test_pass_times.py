@@ -108,6 +108,15 @@ def test_the_next_start_knows_what_this_one_has_learned(tmp_path: Path) -> None:
     assert PassTimes(file=file, identity="another one").seconds(ONE, 1) == fresh
 
 
+def test_what_a_short_process_learned_is_kept_when_it_ends(tmp_path: Path) -> None:
+    file, fresh = tmp_path / "times.json", PassTimes().seconds(ONE, 1)
+    learned(PassTimes(file=file), steps=8).close()
+    assert not file.exists()
+    learned(PassTimes(file=file), steps=80).close()
+    found = PassTimes(file=file).seconds(ONE, 1)
+    assert found[7] / found[0] == pytest.approx(true(8) / true(1), rel=0.1) != fresh[7] / fresh[0]
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"format": 1}', "window", "keys"])
 def test_a_damaged_file_is_ignored_and_written_anew(damage: str, tmp_path: Path) -> None:
     file = tmp_path / "times.json"

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import NAME, SETTINGS, Server, running_server, wait_for
 
-from foretell.engine.budget import COST, BudgetStatistics, Forecast
+from foretell.engine.budget_statistics import COST, BudgetStatistics, Forecast
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request, Update
 from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
@@ -171,6 +171,8 @@ def test_step_metrics_compare_drafting_with_plain_decoding() -> None:
     assert metrics.realised_speedup() == pytest.approx((1 + 3) / (1 + 1.25), rel=0.05)
     assert metrics.predicted_speedup() == pytest.approx((1 + 2) / (1 + 1.25), rel=0.05)
     assert metrics.drafts_per_request() == pytest.approx(1.5, rel=0.05)
+    assert metrics.predicted_tokens() == pytest.approx((1 + 2) / 2, rel=0.05)
+    assert metrics.realised_tokens() == pytest.approx((1 + 3) / 2, rel=0.05)
 
 
 def test_decisions_against_drafts_are_counted() -> None:

@@ -9,6 +9,7 @@ import pytest
 from serving import Server, running_server
 from typer.testing import CliRunner
 
+from foretell.bench import soak_histories
 from foretell.bench.identity import (
     IdentityResult,
     check_identity,
@@ -62,6 +63,27 @@ def test_a_soak_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     found = " ".join(report.problems())
     assert report.differences and "answers differ" in found and "2 rows of the cache" in found
     assert verdict(report).startswith("FAILED: ")
+
+
+def test_the_speed_after_each_hostile_history_is_printed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_histories, "_PAUSE", 0.0)
+    monkeypatch.setattr(soak_histories, "_BURST", 4)
+    asked = list[dict[str, Any]]()
+    post = SoakClient.post
+
+    def note(self: SoakClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        asked.append(body)
+        return post(self, path, body)
+
+    monkeypatch.setattr(SoakClient, "post", note)
+    command = ["soak", server.url, "--minutes", "0.01", "--clients", "1", "--max-growth", "9", "--max-new-tokens", "4"]
+    result = CliRunner().invoke(app, [*command, "--histories", "3"])
+    assert "after / before" in result.stdout, result.output
+    names = ("answers of one or two tokens", "greedy, then sampled", "a burst of 64", "a pause")
+    assert all(f"\n| {name} |" in result.stdout for name in names)
+    ordinary = [body for body in asked if "cache_salt" in body and body.get("temperature") == 0]
+    assert len(ordinary) == 6 * 10 and len({body["cache_salt"] for body in ordinary}) == 6
+    assert [body["max_tokens"] for body in asked[-6 * 10 - 13 :] if body["max_tokens"] < 4] == [1, 2, 1]
 
 
 def test_the_verdict_names_growth_files_errors_and_what_is_left() -> None:

@@ -1,5 +1,7 @@
 """`foretell top`."""
 
+import re
+
 import pytest
 from serving import running_server
 
@@ -35,8 +37,13 @@ def test_it_shows_a_running_server_and_says_what_is_wrong() -> None:
     assert metrics_address("host:80/v1") == "http://host:80/metrics"
     with running_server() as server:
         server.chat("abcabc", max_tokens=30)
+        server.chat("abcabc", max_tokens=60, speculative={"max_drafts": 0})
         shown = run_foretell("top", server.url, "--interval", "0.1", "--count", "2").stdout
         assert shown.count("tokens/s") == 2, shown
-        assert "0 running" in shown and "1 length" in shown
+        assert "0 running" in shown and "2 length" in shown
+        budget = re.search(
+            r"([0-9.]+) drafts a request and pass; tokens: ([0-9.]+) expected, ([0-9.]+) obtained", shown
+        )
+        assert budget and float(budget[2]) >= 1 and float(budget[3]) >= 1
     assert "does not answer" in expect_error("top", server.url)
     assert "is no address" in expect_error("top", "ftp://x")

@@ -16,6 +16,7 @@ from foretell.catalogue import find
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.inputs import NamedInputs
 from foretell.core.sampling import SamplingParams
+from foretell.engine.budget import Budget
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request, Update
 from foretell.engine.statistics import RequestStatistics
@@ -176,7 +177,9 @@ class MethodCompetitor(Competitor):
         method = self._model.method(
             self._spec.method, self._spec.config, drafts=self._drafts, references=self._references, shared=True
         )
-        return Engine(TracingRunner(self._runner), method, rows=self._settings.batch)
+        # As in a running server, the times of passes are those that the model's earlier answers took.
+        budget = Budget(self._model.pass_times, every_method=False)
+        return Engine(TracingRunner(self._runner), method, rows=self._settings.batch, budget=budget)
 
     def answer(self, question: Question, plain_result: QuestionResult | None, repeat: int = 0) -> tuple[Answer, ...]:
         """Answer every turn; each prompt contains the method's own earlier answers."""

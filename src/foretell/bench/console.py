@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from foretell.bench.compare import Comparison
-from foretell.bench.report import category_table
+from foretell.bench.report import REGRET, category_table, regret_table
 from foretell.bench.schema import BenchResults, CompetitorResult
 from foretell.bench.step import StepReport
 from foretell.bench.text_table import TextTable
@@ -54,7 +54,7 @@ def _shown_name(competitor: CompetitorResult) -> str:
 
 
 def print_summary(results: BenchResults) -> None:
-    """Print means over the categories."""
+    """Print means over the categories, and the regret of the default method."""
     peers, rows = [c.name for c in results.competitors if c.peer], list[list[str]]()
     for c in results.competitors:
         m = c.category_means
@@ -69,6 +69,8 @@ def print_summary(results: BenchResults) -> None:
             if not c.peer
         ]
         _print_table("tokens/s over each peer", ["competitor", *peers], rows)
+    if (regret := regret_table(results)).rows:
+        print_sections({REGRET: regret})
 
 
 def print_replay(results: BenchResults) -> None:

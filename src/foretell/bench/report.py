@@ -6,7 +6,10 @@ from itertools import zip_longest
 from foretell.bench.schema import BenchResults, Metrics
 from foretell.bench.text_table import Cell, TextTable
 from foretell.bench.verdict import verdict
+from foretell.catalogue import DEFAULT_METHOD
 
+REGRET = f"Regret: speed that {DEFAULT_METHOD} has less than the fastest other lossless method"
+"""Title of its table."""
 _DEPTHS = 8
 """Depths of the acceptance table."""
 
@@ -51,6 +54,7 @@ def sections(results: BenchResults) -> dict[str, TextTable]:
     tables = {
         "All categories": summary_table(results),
         "Speed-up over our own plain decoding, by category": category_table(results, lambda m: m.speedup, True),
+        REGRET: regret_table(results),
         **{f"Speed over {p}, by category": category_table(results, _over_peer(p), False) for p in peers},
         "Tokens per pass, by category": category_table(results, lambda m: m.tokens_per_pass, False),
         "Acceptance by depth, conditional / cumulative": acceptance_table(results),
@@ -96,6 +100,25 @@ def category_table(results: BenchResults, metric: Callable[[Metrics], float | No
         [c.name, *(metric(c.categories[n]) if n in c.categories else None for n in names)] for c in shown
     ]
     return TextTable(["competitor", *names], rows)
+
+
+def regret_table(results: BenchResults) -> TextTable:
+    """The speed-up of the default method in each category, and that of the fastest of the other lossless methods,
+    plain decoding among them; negative: none was as fast.
+    """
+    own, rows = [c for c in results.competitors if not c.peer], list[list[Cell]]()
+    for c in own:
+        method, _, precision = c.name.partition("/")
+        if method != DEFAULT_METHOD:
+            continue
+        others = [o for o in own if o.lossless and o is not c and o.name.rpartition("/")[2] == precision]
+        for category, metrics in c.categories.items():
+            speeds = {o.name: o.categories[category].speedup or 0.0 for o in others if category in o.categories}
+            best = max(speeds, key=lambda name: speeds[name], default="")
+            if metrics.speedup and speeds.get(best):
+                regret = f"{1 - metrics.speedup / speeds[best]:.1%}"
+                rows.append([category, c.name, metrics.speedup, best, speeds[best], regret])
+    return TextTable(["category", "method", "speed-up", "fastest other", "its speed-up", "regret"], rows)
 
 
 def acceptance_table(results: BenchResults) -> TextTable:

@@ -58,7 +58,10 @@ def chat(
     if setup.model.codec.chat_template is None:
         raise ValueError(f"{model}: a chat needs a chat template, and this model has none; use `foretell generate`")
     defaults = PromptDefaults(parameters, False, system, allow_special_tokens)
-    run_conversation(Chat(setup, selection.name, defaults))
+    try:
+        run_conversation(Chat(setup, selection.name, defaults))
+    finally:
+        setup.model.pass_times.close()
 
 
 def run_conversation(conversation: "Chat") -> None:

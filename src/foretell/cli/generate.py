@@ -247,6 +247,7 @@ def run(
         for answered in batch.run(specs, interrupt):
             answers.append(answered.answer)
             print_answer(answered, output, setup.model.expert_reads)
+    setup.model.pass_times.close()
     if writer is not None and answers:
         writer.finish()
     for line in batch.errors:

@@ -20,7 +20,6 @@ API_KEY_VARIABLE = "FORETELL_API_KEY"
 BARS, HISTORY = "▁▂▃▄▅▆▇█", 60
 MILLISECONDS = 1000.0
 PERCENTILES = (0.5, 0.95)
-EXPECTED = "spec_expected_tokens_total"
 PHASES = ("draft", "verify", "sample", "host")
 
 
@@ -67,11 +66,9 @@ class View:
         gain = interval.ratio("spec_plain_seconds_total", "spec_decode_seconds_total")
         predicted = after.total("spec_predicted_speedup")
         yield "speed-up", f"{_number(gain)} over plain decoding, {_number(predicted)} predicted lately"
-        budget, obtained = (
-            after.total("spec_drafts_per_request"),
-            interval.ratio("spec_obtained_tokens_total", EXPECTED),
-        )
-        yield "budget", f"{budget:.1f} drafts per request and step, {_percent(obtained)} of the tokens expected"
+        names = "drafts_per_request", "predicted_tokens_per_pass", "realised_tokens_per_pass"
+        count, expected, obtained = (_number(after.total(f"spec_{name}")) for name in names)
+        yield "budget", f"{count} drafts a request and pass; tokens: {expected} expected, {obtained} obtained"
         undrafted = after.by_label("spec_undrafted_steps_total", "reason").items()
         yield "not drafted", ", ".join(f"{count:.0f} {reason}" for reason, count in undrafted if count) or "none yet"
         means = [f"{phase} {_ms(interval.mean('step_seconds', phase=phase))}" for phase in PHASES]

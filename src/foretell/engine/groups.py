@@ -12,7 +12,8 @@ from foretell.core.draft_origins import draft_paths
 from foretell.core.tree import TokenTree, concatenate_trees, join_probe_embeddings, merge_trees, root_tree
 from foretell.draft.base import Continuation, NoDrafter, with_hidden_layers
 from foretell.draft.prediction import Prediction
-from foretell.engine.budget import Budget, Plan
+from foretell.engine.asking import Plan
+from foretell.engine.budget import Budget
 from foretell.engine.drafted_trees import DraftedTrees
 from foretell.engine.method import AnyMethod, BoundMethod
 

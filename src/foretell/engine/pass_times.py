@@ -44,6 +44,8 @@ _REFIT = 8
 """Passes of a load between two fits, after its first ones."""
 _FIRST_SAVED = 256
 """Passes after which the times are written first; then after each doubling."""
+_LEAST_SAVED = 32
+"""Passes of a process from which on its end writes them: those of a shorter one are mostly of cold caches."""
 
 Key = tuple[int, int]
 """Of a load: number of requests and length of their contexts, both by powers of two."""
@@ -250,6 +252,11 @@ class PassTimes:
     def _prior_of(self, tokens: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         prior: Float[np.ndarray, " n"] = self._prior[np.minimum(tokens, _MOST_TOKENS) - 1]
         return prior * np.maximum(1.0, tokens / _MOST_TOKENS)
+
+    def close(self) -> None:
+        """Write the file at the end of a process, if it learned enough."""
+        if self.passes >= _LEAST_SAVED:
+            self.save()
 
     def save(self) -> None:
         """Write the file; a failure is logged."""

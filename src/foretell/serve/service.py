@@ -127,6 +127,8 @@ class Service:
             self._jobs.fail_all(unavailable(self.state.value))
         if self._worker is not None:
             await asyncio.to_thread(self._worker.stop)
+        if self._loaded is not None:
+            await asyncio.to_thread(self._loaded.model.pass_times.close)
         if self._traces is not None:
             await asyncio.to_thread(self._traces.shutdown)
         self.pool.shutdown(wait=False, cancel_futures=True)

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from foretell.bench.soak import Soak, SoakPlan, SoakSample, kinds_table, verdict
-from foretell.bench.soak_client import TIMEOUT, find_target
+from foretell.bench.soak_client import TIMEOUT, BusyError, SoakError, find_target
+from foretell.bench.soak_histories import histories_table, run_histories
 from foretell.utils.paths import require_file_place
 
 API_KEY_VARIABLE = "FORETELL_API_KEY"
@@ -29,6 +30,15 @@ def soak(
             help="Without a byte after which a request has failed. Raise it on a busy machine.",
         ),
     ] = TIMEOUT,
+    histories: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="After the load, also compare the speed of ten requests before and after hostile histories: N answers "
+            "of one or two tokens, N greedy and N sampled ones, a burst of 64, a pause of a minute. 0: do not.",
+        ),
+    ] = 0,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report to this file too.")] = None,
     api_key: Annotated[
         str | None, typer.Option(metavar="KEY", help=f"API key of the server; otherwise ${API_KEY_VARIABLE}.")
@@ -50,8 +60,15 @@ def soak(
         memory = f"{sample.resident / 1e6:.0f} MB, {sample.rest / 1e6:.0f} without the cache"
         typer.echo(f"{sample.seconds / 60:.1f} min: {sample.requests} requests, {memory}", err=True)
 
-    soak_report = Soak(find_target(url, key, max_new_tokens, timeout), plan).run(report)
+    target = find_target(url, key, max_new_tokens, timeout)
+    soak_report = Soak(target, plan).run(report)
     text = f"{soak_report.table().markdown()}\n{kinds_table(soak_report).markdown()}\n{verdict(soak_report)}\n"
+    if histories:
+        try:
+            results = run_histories(target, histories, lambda name: typer.echo(name, err=True))
+        except (SoakError, BusyError) as error:
+            raise ValueError(f"the histories ended: {error or 'the server refuses requests because of load'}") from None
+        text += f"\n{histories_table(results).markdown()}"
     if output is not None:
         output.write_text(text)
     typer.echo(text, nl=False)

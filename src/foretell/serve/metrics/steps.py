@@ -2,11 +2,12 @@
 
 from collections import Counter as Counts
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from prometheus_client import Counter, Gauge
 
-from foretell.engine.budget import REASONS, BudgetStatistics, Forecast
+from foretell.engine.budget_statistics import REASONS, BudgetStatistics, Forecast
 from foretell.engine.engine import Engine
 from foretell.engine.statistics import StepTime
 from foretell.serve.metrics.histogram import FastHistogram
@@ -32,6 +33,9 @@ class _StepGain:
     """Seconds that were expected of the step."""
     drafted: int
     requests: int
+    new: int
+    expected_new: float
+    """Tokens that were expected."""
 
 
 class StepMetrics:
@@ -71,6 +75,8 @@ class StepMetrics:
             ("spec_realised_speedup", "Speed over plain decoding in the last steps.", self.realised_speedup),
             ("spec_predicted_speedup", "The speed-up that was expected of them.", self.predicted_speedup),
             ("spec_drafts_per_request", "Drafts verified per request and step of them.", self.drafts_per_request),
+            ("spec_realised_tokens_per_pass", "New tokens per request and pass of them.", self.realised_tokens),
+            ("spec_predicted_tokens_per_pass", "Those that were expected.", self.predicted_tokens),
         ):
             Gauge(name, text, names, registry=own).labels(*labels).set_function(value)
 
@@ -102,8 +108,19 @@ class StepMetrics:
 
     def drafts_per_request(self) -> float:
         """Drafts verified per request and step of the same steps."""
+        return self._per_request(lambda gain: gain.drafted)
+
+    def realised_tokens(self) -> float:
+        """New tokens per request and pass of the same steps."""
+        return self._per_request(lambda gain: gain.new)
+
+    def predicted_tokens(self) -> float:
+        """What was expected of them."""
+        return self._per_request(lambda gain: gain.expected_new)
+
+    def _per_request(self, count: Callable[[_StepGain], float]) -> float:
         gains = list(self._recent)
-        return sum(g.drafted for g in gains) / max(1, sum(g.requests for g in gains))
+        return sum(map(count, gains)) / max(1, sum(g.requests for g in gains))
 
     def _count_gain(self, time: StepTime, forecast: Forecast) -> None:
         counts = time.counts
@@ -120,6 +137,8 @@ class StepMetrics:
             expected=spent if forecast.tokens is None else forecast.seconds,
             drafted=counts.drafted,
             requests=counts.requests,
+            new=counts.new,
+            expected_new=expected,
         )
         self._recent.append(gain)
         self._seconds.inc(spent)

@@ -1,0 +1,146 @@
+"""Whom to ask for drafts: the requests for which a drafter's expected drafts raise the step's tokens per second."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from foretell.engine.budget_statistics import COST, BudgetStatistics
+from foretell.engine.draft_source import DraftSource, Trials
+from foretell.engine.drafted_trees import NO_LIMIT
+from foretell.engine.offers import Offers, Paying
+from foretell.engine.step_costs import StepLoad
+from foretell.engine.tuning import (
+    CHILD_SHARE,
+    FIRST_STEPS,
+    FLOOR_SLACK,
+    LEVEL_SHARE,
+    MOST_EXPANDED,
+    OFF,
+    ON,
+    READING_GAIN,
+    TRIAL_NODES,
+    TRIAL_REQUESTS,
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which requests a drafter is asked for, and the least scores of its drafts that matter; see `Context`."""
+
+    asked: list[int]
+    least_score: float = 0.0
+    least_expanded: float = 0.0
+    deepest: int = NO_LIMIT
+
+
+class _Cut(NamedTuple):
+    """A least chance, the drafts down to it, and the rate of the step with them."""
+
+    chance: float
+    nodes: float
+    rate: float
+
+
+class Asking:
+    """Weighs drafters in the step of number `step`, each beside what others have offered before. `may_try`: no request
+    has lost what it may.
+    """
+
+    def __init__(self, load: StepLoad, offers: Offers, step: int, may_try: bool, statistics: BudgetStatistics) -> None:
+        self._load, self._offers, self._costs = load, offers, offers.costs
+        self._step, self.may_try, self._statistics = step, may_try, statistics
+        self.trial_nodes = 0
+        """Drafts that are verified for a trial beyond those that pay."""
+
+    def weigh(self, source: DraftSource, which: list[int], unread: Callable[[int], int]) -> Plan | str:
+        """The requests that a drafter is asked for: if the rate with its expected drafts is above that with what was
+        offered so far. Or the reason why it is asked for none.
+        """
+        trials = source.trials.setdefault(self._costs.key, Trials())
+        # What did not pay for other requests may pay for one whose answer begins.
+        if trials.rests(self._step) and all(self._load.accounts[i].tokens > 1 for i in which):
+            return COST
+        self._costs.count_unread(which, unread)
+        before, asked = self._offers.paying, list[int]()
+        for i in which:
+            hoped, offered = self._hoped(source, i), before.expected.get(i, 0.0)
+            if hoped > offered and self._offers.weights[i] * hoped > before.rate * self._costs.reading(source, [i])[1]:
+                asked.append(i)
+        best, spent = self._best_cut(source, asked, before)
+        is_new = source.steps < FIRST_STEPS and self.may_try
+        if not is_new and best.rate < before.rate * READING_GAIN and any(i in self._costs.unread for i in asked):
+            asked = [i for i in asked if i not in self._costs.unread]
+            best, spent = self._best_cut(source, asked, before)
+        pays = best.rate >= before.rate * (OFF if trials.on else ON)
+        if is_new:
+            asked = asked[:TRIAL_REQUESTS]
+        on = bool(asked) and (is_new or pays)
+        if not on and before.nodes:
+            return COST  # in this step alone: the next one may be offered less before
+        if on is not trials.on:
+            trials.switch(on, self._step)
+            self._statistics.switched_on += on
+            self._statistics.switched_off += not on
+        if not on:
+            trials.rest(self._step)
+            asked = self._tried(trials, source, which)
+            if not asked:
+                return COST
+        rate, size = max(before.rate, best.rate), best.nodes
+        floor = FLOOR_SLACK * min(best.chance, rate * self._costs.of_a_draft(size), 1.0)
+        raw = max(source.acceptance(kind).least_score(floor) for kind in {self._load.sampled[i] for i in asked})
+        level = LEVEL_SHARE * (spent - self._offers.spent) / source.levels
+        return Plan(asked, raw, min(MOST_EXPANDED, max(raw, rate * level / (CHILD_SHARE * len(asked)))))
+
+    def _hoped(self, source: DraftSource, i: int) -> float:
+        """Accepted tokens that are hoped for of this drafter's drafts for a request."""
+        return self._load.accounts[i].factor(source.name) * source.acceptance(self._load.sampled[i]).hoped
+
+    def _best_cut(self, source: DraftSource, asked: Sequence[int], before: Paying) -> tuple[_Cut, float]:
+        """The least chance down to which the drafts that are expected for these requests are best taken, instead of
+        those offered to them before; and the seconds of drafting with them.
+        """
+        load, weights, factors = self._load, self._offers.weights, dict[bool, list[float]]()
+        nodes, tokens = float(before.nodes), self._offers.worth + before.gained
+        for i in asked:
+            factors.setdefault(load.sampled[i], []).append(load.accounts[i].factor(source.name) * weights[i])
+            if i in before.kept:
+                nodes -= before.kept[i]
+                tokens -= before.expected[i] * weights[i]
+        reading, share = self._costs.reading(source, asked)
+        spent = self._offers.spent + self._costs.drafting(source, len(asked)) + share
+        # Reading pays only if later steps draft, too, those without prompts.
+        costs = self._costs.without_prompts() if reading else self._costs
+        drafts = list[tuple[float, float, float]]()
+        for kind, own in factors.items():
+            acceptance = source.acceptance(kind)
+            requests, worth = len(own), sum(own) * acceptance.hope
+            drafts += [(chance, n * requests, chance * n * worth) for chance, n in acceptance.promise]
+        if len(factors) > 1:
+            drafts.sort(reverse=True)
+        best = _Cut(inf, nodes, 0.0)
+        for chance, count, more in drafts:
+            tokens, nodes = tokens + more, nodes + count
+            rate = tokens / costs.counted(nodes, spent)
+            if rate > best.rate:
+                best = _Cut(chance, nodes, rate)
+        return best, spent
+
+    def _tried(self, trials: Trials, source: DraftSource, which: list[int]) -> list[int]:
+        """The requests that a drafter which does not pay is tried for in this step, so rarely that it costs little."""
+        if not trials.left:
+            if self._step < trials.next or not self.may_try:
+                return []
+            plain, reading = self._costs.at(0), self._costs.reading(source, which)[0]
+            # The chances of drafts with scores are learned without a verification of those that do not pay.
+            forced = 0 if source.scored and not reading else TRIAL_NODES
+            lost = self._costs.at(forced) - plain + self._costs.drafting(source, TRIAL_REQUESTS)
+            lost += reading * min(1, TRIAL_REQUESTS / len(which))
+            if not trials.begin(self._step, lost / plain, forced):
+                return []
+        trials.left -= 1
+        self._statistics.trials += 1
+        self.trial_nodes = trials.forced
+        start = trials.next % len(which)
+        return (which[start:] + which[:start])[:TRIAL_REQUESTS]
