@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -262,6 +262,19 @@ def test_a_depth_that_is_chosen_for_an_answer_holds_for_all_its_tokens() -> None
         assert len(used) <= 1, "one exit, or none"
         found |= set(used)
     assert found, "some level lets tokens leave"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("halting", get_args(Halting))
+def test_at_a_threshold_of_one_the_depth_is_that_of_all_layers(halting: Halting, rows: int) -> None:
+    """Depth-Adaptive Transformer: no share of the depths below the last one passes it, and the text is the model's."""
+    draft = depth_drafter(halting, 1.0)
+    greedy = [replace(r, sampling_params=SamplingParams()) for r in REQUESTS]
+    found = answers(Method(draft, Chain(4), AcceptExits()), greedy, rows=rows)
+    assert found == [naive(target(layers=LAYERS), r) for r in greedy] and draft.exit_counts.sum() == 0
+    draft = depth_drafter(halting, 0.0)
+    answers(Method(draft, Chain(4), AcceptExits()), greedy, rows=rows)
+    assert draft.exit_counts.sum() > 0
 
 
 def test_depths_of_tokens_are_the_distribution_at_the_first_exit() -> None:

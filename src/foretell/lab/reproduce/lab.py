@@ -203,15 +203,16 @@ class Lab:
             self.model.request(
                 text, SamplingParams(temperature=run.temperature, seed=seed), max_new_tokens=self._settings.new_tokens
             )
-            for seed in range(run.repeat)
             for text in prompts
+            for seed in range(run.repeat)
         ]
         self._check_length(requests, run)
-        done = self._engine(method, run.free).complete(requests)
+        done = self._engine(method, run).complete(requests)
+        answers = [done[i : i + run.repeat] for i in range(0, len(done), run.repeat)]
         return LabRun(
             key=key,
-            prompts=tuple(Counts.of(done[i :: len(prompts)]) for i in range(len(prompts))),
-            tokens=tuple(tuple(c.tokens) for c in done),
+            prompts=tuple(map(Counts.of, answers)),
+            tokens=tuple(tuple(c.tokens) for of_seed in zip(*answers, strict=True) for c in of_seed),
             prepared=self._named(method) if made is None else made.note,
         )
 
@@ -220,9 +221,10 @@ class Lab:
         references = code_sources()[1] if run.corpus else ()
         return self.model.method(run.method, options or None, drafts=drafts, references=references, shared=True)
 
-    def _engine(self, method: AnyMethod, free: bool) -> Engine:
-        if not free:
-            return self.model.engine(method, rows=self._rows)
+    def _engine(self, method: AnyMethod, run: Run) -> Engine:
+        if not run.free:
+            # The seeds of a prompt follow each other, so that it is read once.
+            return self.model.engine(method, rows=self._rows, prefix_caching=run.repeat > 1)
         budget = Budget(_FreeDrafts())
         return Engine(self.model.runner(), method, 1, detokenizer=self.model.codec.detokenizer, budget=budget)
 

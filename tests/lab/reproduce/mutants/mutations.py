@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from foretell.accept import LenientRejection, Rejection
+from foretell.accept import LenientRejection
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.api import Model
 from foretell.catalogue import self_drafting
@@ -27,6 +27,7 @@ from foretell.model.cache.policy import SINKS, Observed, Retrieval
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.skip import default_skip
 from foretell.retrieval.datastore import Datastore
+from foretell.shape import BranchingTree
 
 Change = Callable[[TokenTree, np.random.Generator], TokenTree]
 """The tree of drafts with other tokens."""
@@ -120,18 +121,15 @@ class AcceptsAll(Acceptor):
         return AcceptResult(tuple(path), distributions.sample(row, node))
 
 
-class FirstBranchAlone(Rejection):
-    """Tests the first child of every node and none of its siblings, as if the tree were a chain."""
-
-    def _accept_child(
-        self, tree: TokenTree, row: int, node: int, children: list[int], distributions: ProcessedDistributions
-    ) -> tuple[int | None, int]:
-        return super()._accept_child(tree, row, node, children[:1], distributions)
-
-
 def accepts(acceptor: Acceptor) -> Callable[[AnyMethod], AnyMethod]:
     """Mutation of the acceptor."""
     return lambda method: replace(method, accept=acceptor)
+
+
+def one_branch(method: AnyMethod) -> AnyMethod:
+    """The first child of every node is drafted and tested, and none of its siblings."""
+    assert isinstance(method.tree, BranchingTree)
+    return replace(method, tree=replace(method.tree, widths=(1,) * len(method.tree.widths)))
 
 
 def permuted_heads(method: AnyMethod) -> AnyMethod:
@@ -298,7 +296,7 @@ MUTANTS: Mapping[str, Mutant] = {
     "any position copied": Mutant(("ngram",), any_position),
     "window unused": Mutant(("lookahead",), window_unused),
     "never iterates": Mutant(("jacobi",), never_iterates),
-    "first branch alone": Mutant(("specinfer",), accepts(FirstBranchAlone())),
+    "first branch alone": Mutant(("specinfer",), one_branch),
     "chains are copies": Mutant(("spectr",), redrafted(copies_of_the_first)),
     "successors of another token": Mutant(("recycling",), successors_of_another),
     "datastore in disorder": Mutant(("rest",), store_in_disorder),
