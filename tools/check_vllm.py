@@ -140,6 +140,7 @@ def own(folders: list[str]) -> list[Export]:
     for folder in folders:
         config = json.loads((Path(folder) / "config.json").read_text())
         format_name, options = METHODS[config["kind"]]
+        format_name = "dflash" if config.get("window_causal") else format_name  # JetSpec
         steps = config.get("depth") or config.get("block_size", 4) - 1
         exports.append(Export(folder, format_name, options, config["kind"], min(steps, 5)))
     return exports

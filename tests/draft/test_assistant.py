@@ -252,3 +252,10 @@ def test_an_order_that_is_not_of_integers_is_refused(tmp_path: Path) -> None:
     save_file(tensors | {name: tensors[name].float()}, copied / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=rf"{name} should have integers, and has numbers of torch.float32"):
         load_assistant(copied, target_of("E2B", native=False))
+
+
+def test_a_key_that_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
+    file = Path(shutil.copytree(oracle_of("31B")[3], tmp_path / "assistant")) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"draft_gate": 2}))
+    with pytest.raises(ValueError, match="draft_gate should be left out: this key is not known here"):
+        load_assistant(file.parent, target_of("31B", False))

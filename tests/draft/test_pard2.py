@@ -156,12 +156,14 @@ def test_a_published_model_drafts_with_the_states_of_its_target(
         assert type(alone) is PardDrafter and why in caplog.text
 
 
-@pytest.mark.parametrize("damage", ["pickle", "layers", "shape"])
+@pytest.mark.parametrize("damage", ["pickle", "layers", "shape", "key"])
 def test_what_does_not_fit_is_one_sentence(tmp_path: Path, damage: str) -> None:
     folder = Path(shutil.copytree(oracle()[-1], tmp_path / "model"))
     file = folder / "warp_model.safetensors"
     if damage == "pickle":
         file.rename(folder / "warp_model.bin")
+    elif damage == "key":
+        change(folder, pard2_gate="sigmoid")
     elif damage == "layers":
         change(folder, pard2_target_layers=[-1, -5, 1])
     else:
@@ -169,6 +171,7 @@ def test_what_does_not_fit_is_one_sentence(tmp_path: Path, damage: str) -> None:
     words = {
         "pickle": r"warp_model.bin: a pickle, and unpickling can run code; convert it once where you trust it",
         "layers": r"pard2_target_layers should be of 4 states of its target, found \[-1, -5, 1\]",
+        "key": r"pard2_gate should be left out: this key is not known here",
         "shape": r"target_proj.weight should be 48 x 96, found \[2, 2\]",
     }
     with pytest.raises(ValueError, match=words[damage]) as error:

@@ -203,6 +203,14 @@ def test_eagle1(tmp_path: Path) -> None:
     assert torch.equal(eagle_logits(back(network, "eagle", tmp_path / "out")), eagle_logits(network))
 
 
+def test_eagle1_of_a_reduced_vocabulary_drafts_all_tokens_elsewhere(tmp_path: Path) -> None:
+    sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "ffn": 12, "context": 64, "draft_vocab": len(KEPT)}
+    network = random(Eagle1(EagleConfig(kind="eagle", target=CARD, **sizes), embedding_and_head()))
+    found = back(network, "eagle", tmp_path / "out")
+    assert found.token_of is None
+    torch.testing.assert_close(eagle_logits(found)[..., KEPT], eagle_logits(network)[..., KEPT])
+
+
 @pytest.mark.parametrize("kept", [None, len(KEPT)])
 @pytest.mark.parametrize("own_head", [False, True])
 @pytest.mark.parametrize("blocks", [1, 2])

@@ -2,9 +2,13 @@
 logits, and refused in a sentence where its graphs have no place for a part.
 """
 
+import json
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -15,10 +19,19 @@ from test_corrections import checkpoint
 from test_dflash_formats import MASK, SIZE, dflash, load, predicted
 from test_export import KEPT, VERIFIER, eagle3, eagle_logits
 
+from foretell.api import Model
+from foretell.catalogue.speculators import embedding_and_head as ends_of
+from foretell.cli.export import _states
+from foretell.load import load as load_model
 from foretell.load import load_draft
+from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.speculator.export import export
+from foretell.speculator.formats.base import Verifier
+from foretell.speculator.formats.eagle_export import before_final_norm
 from foretell.speculator.load import is_speculator, load_speculator
 from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.eagle import Eagle3
+from foretell.verify.prompts import PROMPTS
 
 TOKENS = [f"t{i}" for i in range(V)]
 
@@ -139,3 +152,63 @@ def test_what_is_not_known_is_named(tmp_path: Path, target: Path, key: str, tens
     with pytest.raises(ValueError, match=key.removeprefix("eagle3.") or f"it holds {tensor}") as error:
         load_speculator(tmp_path / "other.gguf", CARD, embedding_and_head())
     assert "\n" not in str(error.value)
+
+
+def of_three_states(model: Model, verifier: Verifier) -> Eagle3:
+    """The shipped EAGLE-3 as llama.cpp's graph has it: without layer 2, and with `fc` for states of the usual length
+    in place of norms.
+    """
+    shipped = model.speculator("eagle3")
+    assert isinstance(shipped, Eagle3)
+    shipped = before_final_norm(shipped, verifier)
+    kept, norms = shipped.config.recorded_layers[1:], shipped.fc_norm
+    assert norms is not None and verifier.states is not None
+    parts = shipped.fc.weight.detach().chunk(1 + len(kept), 1)[1:]
+    scales = [norm.get_parameter("weight").detach() for norm in norms][1:]
+    lengths = [state.square().mean(-1).sqrt().median() for state in verifier.states(kept)]
+    fused = [w * s / n for w, s, n in zip(parts, scales, lengths, strict=True)]
+    config = shipped.config.model_copy(update={"hidden_layers": tuple(kept), "fc_norm": False})
+    network = Eagle3(config, ends_of(model._build_context()))
+    assert shipped.token_of is not None
+    network.set_draft_vocab(shipped.token_of)
+    rest = {name: t for name, t in shipped.state_dict().items() if not name.startswith("fc")}
+    network.load_state_dict(rest | {"fc.weight": torch.cat(fused, 1)})
+    return network
+
+
+def llama_cpp(target: Path, drafter: Path | None, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
+    """Answers of llama.cpp's server, with chains of three drafts."""
+    package = pytest.importorskip("xllamacpp")
+    params = package.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel = str(target), 512, 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    if drafter is not None:
+        drafts = params.speculative.draft
+        params.speculative.types = [package.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3]
+        drafts.mparams.path, drafts.n_max, drafts.p_min, drafts.cpuparams.n_threads = str(drafter), 3, 0.0, 1
+    server, out = package.Server(params), list[dict[str, Any]]()
+    fixed = {"n_predict": 24, "temperature": 0, "ignore_eos": True, "return_tokens": True, "cache_prompt": False}
+    for prompt in prompts:
+        body = json.dumps(fixed | {"prompt": prompt}).encode()
+        with urlopen(Request(f"{server.listening_address}/completion", body)) as response:
+            out.append(json.load(response))
+    return out
+
+
+@pytest.mark.exhaustive
+def test_llama_cpp_drafts_with_it_as_is_done_here(tmp_path: Path) -> None:
+    """The same texts as without a drafter, in about as many passes as here."""
+    pytest.importorskip("xllamacpp")
+    model, file = load_model(DEFAULT_MODEL, "float32"), resolve_reference(DEFAULT_MODEL)
+    verifier = Verifier("owner/target", model.config, model.codec, partial(_states, model), file)
+    export(of_three_states(model, verifier), verifier, "gguf", tmp_path / "out")
+    prompts = [model.tokens(prompt) for prompt in PROMPTS]
+    drafter = tmp_path / "out" / "model.gguf"
+    plain, drafted = (llama_cpp(file, name, prompts) for name in (None, drafter))
+    assert [answer["tokens"] for answer in drafted] == [answer["tokens"] for answer in plain]
+    new = sum(len(answer["tokens"]) - 1 for answer in drafted)
+    there = new / (new - sum(answer["timings"]["draft_n_accepted"] for answer in drafted))
+    method = model.method("eagle3", {"speculative_tree": [[0], [0, 0], [0, 0, 0]]}, drafts=[drafter])
+    ours = model.generate(PROMPTS, method, max_new_tokens=24, rows=1)
+    here = sum(a.statistics.new_tokens - 1 for a in ours) / sum(a.statistics.target_passes - 1 for a in ours)
+    assert there > 1.8 and abs(there - here) <= 0.15 * here, (there, here)

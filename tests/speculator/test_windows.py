@@ -377,10 +377,14 @@ def test_keys_that_contradict_or_are_not_known_are_named(
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash"])
-@pytest.mark.parametrize("inside", [None, "speculators_config"])
+@pytest.mark.parametrize("inside", [None, "speculators_config", "verifier", "proposal_methods"])
 def test_an_unknown_key_of_the_library_is_named(tmp_path: Path, kind: str, inside: str | None) -> None:
     config, t = library(kind, TYPES[0])
-    changed = {"tree_fusion": 2} if inside is None else {inside: config[inside] | {"tree_fusion": 2}}
+    changed: dict[str, Any] = {"tree_fusion": 2}
+    if inside is not None:
+        about, whole = config["speculators_config"], inside == "speculators_config"
+        within = {"verifier": changed, "proposal_methods": [{"speculative_tokens": SIZE} | changed]}
+        changed = {"speculators_config": about | (changed if whole else {inside: within[inside]})}
     with pytest.raises(ValueError, match=r"tree_fusion should be left out: this key is not known here.*, found 2"):
         read(put(tmp_path, config | changed, t))
     read(put(tmp_path, config | {"tree_fusion": None}, t))

@@ -12,6 +12,7 @@ from foretell.model.block.linear import Linear
 from foretell.model.cache.state_store import plan_stores
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.hf import from_hf
+from foretell.model.config.readers.unread_keys import refuse_other_keys
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.stack import NativeStack
@@ -29,6 +30,11 @@ _CONFIG = "config.json"
 _KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
 GGUF_KIND, _TARGETS_KIND = "gemma4-assistant", "gemma4"
 """Architectures of llama.cpp: the assistant's, and that whose blocks it has."""
+_KEYS = (
+    "model_type", "text_config", "backbone_hidden_size", "use_ordered_embeddings", "num_centroids",
+    "centroid_intermediate_top_k",
+)  # fmt: skip
+"""Keys of its configuration that are read; `text_config` is read as of any model."""
 _PROJECTIONS = {f"nextn.{name}.weight": f"{name}.weight" for name in ("pre_projection", "post_projection")}
 _GROUPS = ("masked_embd_centroids.weight", "masked_embd_ordering")
 """Tensors in GGUF that llama.cpp leaves: it scores all tokens. How many groups are chosen is not in the file."""
@@ -57,6 +63,7 @@ def load_assistant(folder: Path, target: Network) -> Assistant:
         weights = _AssistantWeights(file, config)
     else:
         read = Fields(read_json(folder / _CONFIG), str(folder / _CONFIG))
+        refuse_other_keys(read, _KEYS)
         text = {"hidden_size_per_layer_input": 0, **read.fields("text_config").raw, "num_kv_shared_layers": 0}
         config, sources = _config(read, from_hf(text, read.source), target.config, folder)
         weights = stored = SafetensorsWeights(folder)

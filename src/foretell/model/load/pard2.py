@@ -7,11 +7,17 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 
+from foretell.model.config.readers.unread_keys import refuse_other_keys
 from foretell.model.load.safetensors_file import SafetensorsFile
 from foretell.utils.validation import Fields, read_json
 
 log = logging.getLogger(__name__)
 _CONFIG, _STEM, _WEIGHT, _BIAS = "config.json", "warp_model", "target_proj.weight", "target_proj.bias"
+_KEYS = frozenset({
+    "pard_token", "pard2", "spd_type", "pard2_target_layers", "pard2_target_dim", "pard_target_dim", "pard2_scale",
+    "pard_scale", "feat_scale", "pard2_proj_bias",
+})  # fmt: skip
+"""Keys of PARD's models beside those of the language model; the last is said by the tensors, too."""
 _SCALE = 0.02  # of the authors' code
 
 
@@ -29,12 +35,13 @@ def load_state_projection(folder: Path, hidden: int, target_layers: int, target_
     then it drafts from tokens alone, as it was trained to do, too.
 
     Raises:
-        ValueError: it is damaged, a pickle, or names layers that the target lacks.
+        ValueError: it is damaged, a pickle, has an unknown key of PARD's, or names layers that the target lacks.
     """
     raw = read_json(folder / _CONFIG) if (folder / _CONFIG).is_file() else {}
     read = Fields(raw, str(folder / _CONFIG))
     if not (read.flag("pard2", default=False) or raw.get("spd_type") == "pard2"):
         return None
+    refuse_other_keys(Fields({key: raw[key] for key in raw if key.startswith(("pard", "spd"))}, read.source), _KEYS)
     named = read.integers("pard2_target_layers")
     width = read.integer("pard2_target_dim", "pard_target_dim", default=4096)
     fits = width == len(named) * target_hidden

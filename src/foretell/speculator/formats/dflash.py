@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.config.readers.unread_keys import refuse_other_keys
 from foretell.speculator.config_file import CONFIG
 from foretell.speculator.formats.base import (
     CheckpointFormat,
@@ -16,7 +17,7 @@ from foretell.speculator.formats.base import (
     target_info,
 )
 from foretell.speculator.formats.files import PublishedCheckpoint
-from foretell.speculator.formats.keys import LAYER, refuse_other_keys, refuse_other_library_keys
+from foretell.speculator.formats.keys import LAYER, refuse_other_library_keys
 from foretell.speculator.formats.layers import (
     OwnTensors,
     TensorSource,

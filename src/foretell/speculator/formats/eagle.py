@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.config.readers.unread_keys import refuse_other_keys
 from foretell.speculator.config_file import CONFIG
 from foretell.speculator.formats.base import CheckpointFormat, ConvertedCheckpoint, target_info
 from foretell.speculator.formats.files import PublishedCheckpoint
-from foretell.speculator.formats.keys import IN_LAYER, LAYER, refuse_other_keys, refuse_other_library_keys
+from foretell.speculator.formats.keys import IN_LAYER, LAYER, refuse_other_library_keys
 from foretell.speculator.formats.layers import (
     OwnTensors,
     TensorSource,

@@ -129,7 +129,6 @@ def check_exported(network: EagleNetwork, format_name: str) -> None:
         ("biases of queries, keys and values", eagle3 and c.qkv_bias, ""),
         ("a bias of the fused features", eagle3 and c.fc_bias is True, ""),
         ("the target's state after its final norm", eagle3 and most in c.recorded_layers, hidden_layers),
-        ("a reduced vocabulary", not eagle3 and c.draft_vocab is not None, " (--draft-vocab 0)"),
         ("an output matrix of its own", not eagle3 and c.own_head, ""),
     )
     refuse_parts_of_layers(network, format_name, unsupported)

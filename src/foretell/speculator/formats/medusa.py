@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.config.readers.unread_keys import refuse_other_keys
 from foretell.speculator.formats.base import (
     CheckpointFormat,
     ConvertedCheckpoint,
@@ -19,7 +20,7 @@ from foretell.speculator.formats.base import (
     write_checkpoint,
 )
 from foretell.speculator.formats.files import PublishedCheckpoint, check_shape
-from foretell.speculator.formats.keys import LAYER, refuse_other_keys
+from foretell.speculator.formats.keys import LAYER
 from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.config.readers.unread_keys import refuse_other_keys
 from foretell.speculator.formats.base import (
     CheckpointFormat,
     ConvertedCheckpoint,
@@ -13,7 +14,6 @@ from foretell.speculator.formats.base import (
     write_checkpoint,
 )
 from foretell.speculator.formats.files import PublishedCheckpoint
-from foretell.speculator.formats.keys import refuse_other_keys
 from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.config.readers.unread_keys import refuse_other_keys
 from foretell.speculator.formats.base import (
     CheckpointFormat,
     ConvertedCheckpoint,
@@ -16,7 +17,7 @@ from foretell.speculator.formats.base import (
 from foretell.speculator.formats.eagle import EAGLE3_KEYS, convert_layers, read_flat, read_library
 from foretell.speculator.formats.eagle_export import check_exported, library_config, mask_token, vocabulary, weights
 from foretell.speculator.formats.files import PublishedCheckpoint
-from foretell.speculator.formats.keys import LAYER, refuse_other_keys, refuse_other_library_keys
+from foretell.speculator.formats.keys import LAYER, refuse_other_library_keys
 from foretell.speculator.formats.layers import check_mask_token_read, library_layer
 from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.speculator.network.p_eagle import PEagle, PEagleConfig

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.config.readers.unread_keys import refuse_other_keys
 from foretell.speculator.formats.base import (
     CheckpointFormat,
     ConvertedCheckpoint,
@@ -20,7 +21,6 @@ from foretell.speculator.formats.base import (
     write_checkpoint,
 )
 from foretell.speculator.formats.files import PublishedCheckpoint
-from foretell.speculator.formats.keys import refuse_other_keys
 from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.speculator.network.redrafter import ReDrafter, ReDrafterConfig
 

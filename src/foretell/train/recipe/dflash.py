@@ -49,8 +49,8 @@ class DFlashTraining(LayerOptions):
     """The anchor's slot predicts a token too, as in DSpark."""
     hidden_layers: str = ""
     """Hidden layers to fuse, separated by commas; empty: five, evenly."""
-    fc_norm: bool = True
-    """Normalise each fused state: their scales differ."""
+    fc_norm: bool = False
+    """Normalise each fused state, for which published formats have no place."""
     mask_token: int | None = None
     """Token that fills the slots of a block; unset: a learned vector."""
     markov_rank: int = Field(128, ge=0, le=MAX_WIDTH)
@@ -63,7 +63,7 @@ class DFlashTraining(LayerOptions):
     """Train a head that corrects a slot by the tokens before it: DFlash-2's, Domino's or XPress's."""
     uncorrected: float = Field(0.6, ge=0)
     """Weight of the loss before that correction beside the loss after it (XPress)."""
-    qk_norm: bool = False
+    qk_norm: bool = True
     """Normalise queries and keys per head, as published formats of DFlash do."""
     window: int = Field(0, ge=0)
     """Sliding attention window of all layers in tokens, counted back from every slot; 0: none."""

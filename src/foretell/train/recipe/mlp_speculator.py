@@ -35,8 +35,6 @@ from foretell.train.recipe.base import (
 class RecurrentTraining(CandidateOptions):
     """Options of `--set` for recurrent speculators."""
 
-    inner: int = Field(default=1024, ge=1, le=MAX_WIDTH)
-    """Width of the state."""
     own_head: bool = False
     """Train its own output matrix, initialised with the target's: large, and better on large models."""
     decay: float = Field(1.0, gt=0, le=1)
@@ -52,6 +50,8 @@ class RecurrentTraining(CandidateOptions):
 class MLPSpeculatorTraining(RecurrentTraining):
     """Options of the MLP speculator."""
 
+    inner: int = Field(default=1024, ge=1, le=MAX_WIDTH)
+    """Width of the state."""
     stages: int = Field(default=4, ge=1, le=16)
     tied: bool = False
     """All stages share their weights."""
@@ -65,6 +65,8 @@ class MLPSpeculatorTraining(RecurrentTraining):
 class ReDrafterTraining(RecurrentTraining):
     """Options of ReDrafter."""
 
+    inner: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
+    """Width of the state; unset: that of the target's, 1024 at most. The published format has no wider one."""
     stages: int = Field(default=5, ge=1, le=64)
     """Tokens to draft."""
     layers: int = Field(default=2, ge=0, le=MAX_COUNT)
@@ -147,7 +149,8 @@ class ReDrafterRecipe(RecurrentRecipe):
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a network of the given sizes."""
         o = setup.parse_options(ReDrafterTraining)
-        sizes = {"stages": o.stages, "inner": o.inner, "layers": o.layers, "own_head": o.own_head}
+        inner = o.inner or min(1024, setup.card.hidden)
+        sizes = {"stages": o.stages, "inner": inner, "layers": o.layers, "own_head": o.own_head}
         config = ReDrafterConfig.model_validate({"target": setup.card, "draft_vocab": setup.draft_vocab, **sizes})
         network = setup.create_network(ReDrafter, config)
         return cls(setup, network, o, network.head is None)

@@ -67,7 +67,10 @@ class TrainingPlan:
 
 PLANS: Mapping[str, TrainingPlan] = {
     "blockwise": TrainingPlan(1000, lr=1e-3, options={"learn": "soft"}),
-    "dflash": TrainingPlan(1200, options={"hard": "0.3", "markov_rank": "64", "hidden_layers": _FUSED}),
+    "dflash": TrainingPlan(
+        1200,
+        options={"hard": "0.3", "markov_rank": "64", "hidden_layers": _FUSED, "fc_norm": "true", "qk_norm": "false"},
+    ),
     "draft_model": TrainingPlan(600, lr=8e-4, options={"layers": "3"}),
     "eagle": TrainingPlan(1200, lr=5e-4),
     "eagle3": TrainingPlan(1000, options={"steps": "3", "hard": "0.3"}),
