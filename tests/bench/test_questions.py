@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_helpers import refused
@@ -39,7 +40,7 @@ def test_every_format_of_line_is_read(tmp_path: Path) -> None:
     assert (d.id, d.category, d.turns) == ("5", "prompts", ("four",))
 
 
-SPEED_BENCH = [
+SPEED_BENCH: list[dict[str, Any]] = [
     {"question_id": "a1", "category": "writing", "sub_category": "essay", "turns": ["one", "two"], "source": "s",
      "src_id": "1", "difficulty": "easy", "multiturn": True},
     {"question_id": "a2", "category": "low_entropy", "sub_category": "code", "turns": ["three"], "source": "s",
