@@ -2,11 +2,13 @@
 llama.cpp writes them.
 """
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from shutil import copy
 from typing import Any
+from urllib.request import Request, urlopen
 
 import gguf
 import numpy as np
@@ -279,3 +281,78 @@ def test_layers_that_no_file_can_hold_are_refused(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(plain)
     with pytest.raises(ValueError, match="qwen3_5_moe_text can be written to GGUF, found llama"):
         write_prediction(checkpoint.config, checkpoint.weights, tmp_path / "m.gguf", tmp_path / "no", torch.float32)
+
+
+def changed(key: str, tensor: torch.Tensor, norm: torch.Tensor, one: float) -> torch.Tensor:
+    """A tensor of a model that knows the next token by the last one alone, or of a layer that reads this one alone."""
+    if key.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+        return torch.zeros_like(tensor)
+    if key.endswith(("eh_proj.weight", "mtp.fc.weight")):
+        return torch.eye(len(tensor), tensor.shape[1])
+    if key.endswith(("enorm.weight", "hnorm.weight")) or "pre_fc_norm" in key:
+        return torch.full_like(tensor, one)
+    if key.endswith(("shared_head.norm.weight", "mtp.norm.weight")):
+        return norm
+    if key.endswith(("lm_head.weight", "shared_head.head.weight")):
+        return torch.cat((torch.zeros_like(tensor[:1]), 50 * tensor[1:]))  # the end of the text is never the next token
+    return tensor
+
+
+def with_vocabulary(source: Path, path: Path) -> None:
+    """Copy a file; its tokens are letters."""
+    reader = GGUFReader(source)
+    writer = GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture", "tokenizer.")):
+            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([chr(ord("A") + i) for i in range(61)])
+    writer.add_token_types([1] * 61)
+    writer.add_token_merges(["A B"])
+    writer.add_eos_token_id(0)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama_cpp(model: Path, layer: Path | None) -> Any:
+    """The answer of llama.cpp's server."""
+    package = pytest.importorskip("xllamacpp")
+    params = package.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel = str(model), 128, 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    if layer is not None:
+        params.speculative.types = [package.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
+        drafts = params.speculative.draft
+        drafts.mparams.path, drafts.n_max, drafts.p_min, drafts.cpuparams.n_threads = str(layer), 1, 0.0, 1
+    server = package.Server(params)
+    fixed = {"n_predict": 24, "temperature": 0, "ignore_eos": True, "return_tokens": True, "cache_prompt": False}
+    body = json.dumps(fixed | {"prompt": list(TEXT)}).encode()
+    with urlopen(Request(f"{server.listening_address}/completion", body)) as response:
+        return json.load(response)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in PARTS if name != "deepseek2 whole"])
+def test_llama_cpp_drafts_with_a_written_layer(name: str, tmp_path: Path) -> None:
+    """All drafts are right, as the layer knows the same as the model."""
+    pytest.importorskip("xllamacpp")
+    model, folder = oracle_of(CASES[name]), publish(tmp_path / "published", name)
+    norm, one = model.model.norm.weight.detach().clone(), float(not name.startswith("qwen"))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(changed(key, parameter, norm, one))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({k: changed(k, t, norm, one).clone() for k, t in tensors.items()}, folder / "model.safetensors")
+    write_model(tmp_path / "bare.gguf", CASES[name], model)
+    with_vocabulary(tmp_path / "bare.gguf", tmp_path / "m.gguf")
+    checkpoint = open_checkpoint(folder)
+    layer = tmp_path / "mtp-m.gguf"
+    write_prediction(checkpoint.config, checkpoint.weights, tmp_path / "m.gguf", layer, torch.float32)
+    plain, drafted = (llama_cpp(tmp_path / "m.gguf", file) for file in (None, layer))
+    assert drafted["tokens"] == plain["tokens"] and len(set(plain["tokens"])) > 1
+    assert drafted["timings"]["draft_n_accepted"] == drafted["timings"]["draft_n"] > 8
