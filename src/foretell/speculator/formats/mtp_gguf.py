@@ -136,7 +136,7 @@ def _layer(
 
 def _required(weights: Weights, name: str) -> Tensor:
     """A tensor of the checkpoint."""
-    tensor = weights.get(name)
+    tensor: Tensor | None = weights.get(name)
     if tensor is None:
         raise ValueError(f"{weights.source}: the checkpoint has no {name}; was it published without its layer?")
     return tensor
@@ -153,6 +153,6 @@ def _keys_values(config: ModelConfig, block: str, whole: Tensor) -> Iterator[tup
     """Keys [heads, rank, width] and values [heads, width, rank] of the matrix that expands latent vectors."""
     c = config.latent
     assert c is not None
-    keys, values = whole.view(config.heads, -1, c.kv_rank).split([c.nope_dim, c.value_dim], 1)
+    keys, values = torch.split(whole.view(config.heads, -1, c.kv_rank), [c.nope_dim, c.value_dim], 1)
     yield f"{block}attn_k_b.weight", keys.transpose(1, 2)
     yield f"{block}attn_v_b.weight", values
