@@ -1,14 +1,22 @@
-"""Layers of multi-token prediction in GGUF files score as those of transformers."""
+"""Layers of multi-token prediction in GGUF files score as those of transformers, and are written as the converter of
+llama.cpp writes them.
+"""
 
+import json
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from shutil import copy
 from typing import Any
+from urllib.request import Request, urlopen
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader, GGUFWriter
 from gguf_models import CASES, oracle_of, write_model
+from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.glm4_moe import modeling_glm4_moe as glm
@@ -16,8 +24,10 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as next_qwen
 
+from command import expect_error, run_foretell, save_tiny_model, tiny_tokenizer
 from foretell.core.context import StepResult
 from foretell.draft import MTPDrafter
+from foretell.load import open_checkpoint
 from foretell.model.kernels import available
 from foretell.model.load.build import build_decoder
 from foretell.model.load.gguf import GGUF
@@ -29,6 +39,7 @@ from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.mtp import MTPLayer
 from foretell.model.run.network import Network
 from foretell.speculator.formats.gguf import open_gguf
+from foretell.speculator.formats.mtp_gguf import write_prediction
 from foretell.speculator.load import is_speculator
 from helpers import chain_tree, context_of, random_tokens
 
@@ -44,11 +55,17 @@ PARTS: dict[str, tuple[Any, Any]] = {
 """Classes of a layer and of its norms, by the case of the model."""
 STEMS = {"mtp_block.": "", "enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"}
 """Names of the parts in transformers, and in checkpoints."""
+QWEN = {
+    "eh_proj": "mtp.fc", "shared_head.norm": "mtp.norm", "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+}  # fmt: skip
+"""Names of the parts in checkpoints of Qwen."""
 
 
+@cache
 @torch.no_grad()
-def write(path: Path, name: str) -> torch.Tensor:
-    """Write a random model with its layer; the scores of the layer after the text."""
+def layer_of(name: str) -> tuple[MtpLayer, dict[str, torch.Tensor]]:
+    """The layer of a random model, and its tensors by their names in DeepSeek-V3."""
     model = oracle_of(CASES[name])
     attends = max(
         i for i, kind in enumerate(getattr(model.config, "layer_types", None) or [""] * 3) if "lin" not in kind
@@ -60,6 +77,14 @@ def write(path: Path, name: str) -> torch.Tensor:
     for part, tensor in layer.state_dict().items():
         stem = next(stem for stem in STEMS if part.startswith(stem))
         tensors[at + part.replace(stem, STEMS[stem], 1)] = tensor
+    return layer, tensors
+
+
+@torch.no_grad()
+def write(path: Path, name: str) -> torch.Tensor:
+    """Write a random model with its layer; the scores of the layer after the text."""
+    model = oracle_of(CASES[name])
+    layer, tensors = layer_of(name)
     write_model(path, CASES[name], model, prediction=tensors)
     states = model.model(torch.tensor([TEXT])).last_hidden_state[:, :-1]
     count = states.shape[1]
@@ -151,3 +176,183 @@ def test_files_with_the_layer_alone_are_refused_in_a_sentence(tmp_path: Path) ->
         file.unlink()
     with pytest.raises(ValueError, match="without its multi-token prediction layer"):
         load_mtp(config, weights, network)
+
+
+def publish(folder: Path, name: str, apart: bool = False) -> Path:
+    """Write a checkpoint with the layer under its published names; `apart`: with a tensor for each expert."""
+    model = oracle_of(CASES[name])
+    model.save_pretrained(folder)
+    at = f"model.layers.{model.config.num_hidden_layers}."
+    layer = dict(layer_of(name)[1])
+    if name.startswith("qwen"):
+        layer = {f"{QWEN[part]}.weight" if (part := key.removeprefix(at)[:-7]) in QWEN else key: t
+                 for key, t in layer.items()}  # fmt: skip
+        layer = {key.replace(at, "mtp.layers.0."): t for key, t in layer.items()}
+    else:
+        layer |= {f"{at}embed_tokens.weight": model.model.embed_tokens.weight.data}
+        layer |= {f"{at}shared_head.head.weight": model.lm_head.weight.data}
+    for key in [key for key in layer if apart and ".experts." in key]:
+        whole = layer.pop(key)
+        parts = {"gate": whole, "up": whole} if key.endswith("gate_up_proj") else {"down": whole}
+        for i in range(len(whole)):
+            for half, (part, _) in enumerate(parts.items()):
+                matrix = whole[i].chunk(len(parts))[half]
+                layer[f"{key.rpartition('.')[0]}.{i}.{part}_proj.weight"] = matrix
+    tensors = load_file(folder / "model.safetensors") | layer
+    save_file({key: t.clone().contiguous() for key, t in tensors.items()}, folder / "model.safetensors")
+    tiny_tokenizer(model.config.vocab_size).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def written(path: Path, name: str, folder: Path) -> tuple[Path, Path]:
+    """The file of a model without its layer, and that of the layer alone that is made of both."""
+    write_model(path / "m.gguf", CASES[name], oracle_of(CASES[name]))
+    checkpoint = open_checkpoint(folder)
+    write_prediction(checkpoint.config, checkpoint.weights, path / "m.gguf", path / "mtp-m.gguf", torch.float32)
+    return path / "m.gguf", path / "mtp-m.gguf"
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("name", PARTS)
+def test_a_layer_is_written_as_the_converter_writes_it(name: str, apart: bool, tmp_path: Path) -> None:
+    """Metadata and tensors are those of the file with model and layer, and the layer scores as that of transformers."""
+    wanted, layers = write(tmp_path / "both", name), oracle_of(CASES[name]).config.num_hidden_layers
+    model, alone = written(tmp_path, name, publish(tmp_path / "published", name, apart))
+    both, own = GGUFReader(tmp_path / "both"), GGUFReader(alone)
+    fields = [{k: f.contents() for k, f in file.fields.items() if not k.startswith("GGUF.")} for file in (both, own)]
+    assert fields[0] == fields[1] and fields[1][f"{CASES[name].architecture}.block_count"] == layers + 1
+    expected = {t.name: t for t in both.tensors if not t.name.startswith("blk.") or t.name.startswith(f"blk.{layers}.")}
+    copies = {} if name.startswith("qwen") else {
+        f"blk.{layers}.nextn.embed_tokens.weight": expected["token_embd.weight"],
+        f"blk.{layers}.nextn.shared_head_head.weight": expected["output.weight"],
+    }  # fmt: skip
+    found = {t.name: t for t in own.tensors}
+    assert found.keys() == expected.keys() | copies.keys()
+    for key, tensor in (expected | copies).items():
+        assert list(tensor.shape) == list(found[key].shape), key
+        np.testing.assert_array_equal(tensor.data, found[key].data, key)
+    config = gguf_config(GGUF(model))
+    weights = GGUFWeights(GGUF(model), config)
+    network = build_decoder(config, weights, torch.float32, torch.device("cpu"))
+    again = scores(network, load_mtp(config, weights, network))
+    torch.testing.assert_close(again, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_names_of_a_layer_are_those_of_the_package(tmp_path: Path) -> None:
+    _, alone = written(tmp_path, "glm4moe", publish(tmp_path / "published", "glm4moe"))
+    known = [gguf.TENSOR_NAMES[kind].format(bid=3) for kind in gguf.MODEL_TENSORS[gguf.MODEL_ARCH.GLM4_MOE]]
+    names = [tensor.name.rpartition(".")[0] for tensor in GGUFReader(alone).tensors]
+    assert set(names) <= set(known) and {n for n in names if "nextn" in n} == {n for n in known if "nextn" in n}
+
+
+def test_the_command_writes_a_layer_in_bfloat16(tmp_path: Path) -> None:
+    name = "qwen35moe"
+    write_model(tmp_path / "m.gguf", CASES[name], oracle_of(CASES[name]))
+    folder = publish(tmp_path / "published", name)
+    common = ("export", folder, "--format", "gguf", "--model", tmp_path / "m.gguf")
+    done = run_foretell(*common, "--out", tmp_path / "out")
+    assert done.exit_code == 0 and "mtp-m.gguf" in done.stdout, done.stderr
+    types = {t.name: t.tensor_type.name for t in GGUFReader(tmp_path / "out" / "mtp-m.gguf").tensors}
+    assert types["blk.3.nextn.eh_proj.weight"] == types["blk.3.ffn_gate_exps.weight"] == "BF16"
+    assert types["blk.3.nextn.enorm.weight"] == types["blk.3.ffn_gate_inp.weight"] == "F32"
+    assert types["token_embd.weight"] == "F32"
+    assert "float32 or bfloat16" in expect_error(*common, "--out", tmp_path / "no", "--dtype", "int8")
+    assert "name that file with --model" in expect_error(*common[:-1], folder, "--out", tmp_path / "no")
+    write_model(tmp_path / "glm.gguf", CASES["glm4moe"], oracle_of(CASES["glm4moe"]))
+    said = expect_error(*common[:-1], tmp_path / "glm.gguf", "--out", tmp_path / "no")
+    assert "the architecture is glm4moe, and qwen35moe that of" in said and not (tmp_path / "no").exists()
+    wider = replace(CASES[name], values={**CASES[name].values, "hidden_size": 96})
+    write_model(tmp_path / "wider.gguf", wider, oracle_of(wider))
+    said = expect_error(*common[:-1], tmp_path / "wider.gguf", "--out", tmp_path / "no")
+    assert "the width is 96, and 64 that of" in said
+    tensors = load_file(folder / "model.safetensors")
+    save_file({key: t for key, t in tensors.items() if "mtp.fc" not in key}, folder / "model.safetensors")
+    assert "has no mtp.fc.weight" in expect_error(*common, "--out", tmp_path / "no")
+
+
+def test_layers_that_no_file_can_hold_are_refused(tmp_path: Path) -> None:
+    folder = publish(tmp_path / "published", "glm4moe")
+    tensors = load_file(folder / "model.safetensors")
+    further = {key.replace("layers.3.", "layers.4."): t.clone() for key, t in tensors.items() if "layers.3." in key}
+    save_file(tensors | further, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="there are 2 layers of multi-token prediction, and one alone"):
+        written(tmp_path, "glm4moe", folder)
+    plain = save_tiny_model(tmp_path / "plain")
+    checkpoint = open_checkpoint(plain)
+    with pytest.raises(ValueError, match="qwen3_5_moe_text can be written to GGUF, found llama"):
+        write_prediction(checkpoint.config, checkpoint.weights, tmp_path / "m.gguf", tmp_path / "no", torch.float32)
+
+
+def changed(key: str, tensor: torch.Tensor, norm: torch.Tensor, one: float) -> torch.Tensor:
+    """A tensor of a model that knows the next token by the last one alone, or of a layer that reads this one alone."""
+    if key.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+        return torch.zeros_like(tensor)
+    if key.endswith(("eh_proj.weight", "mtp.fc.weight")):
+        return torch.eye(len(tensor), tensor.shape[1])
+    if key.endswith(("enorm.weight", "hnorm.weight")) or "pre_fc_norm" in key:
+        return torch.full_like(tensor, one)
+    if key.endswith(("shared_head.norm.weight", "mtp.norm.weight")):
+        return norm
+    if key.endswith(("lm_head.weight", "shared_head.head.weight")):
+        return torch.cat((torch.zeros_like(tensor[:1]), 50 * tensor[1:]))  # the end of the text is never the next token
+    return tensor
+
+
+def with_vocabulary(source: Path, path: Path) -> None:
+    """Copy a file; its tokens are letters."""
+    reader = GGUFReader(source)
+    writer = GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture", "tokenizer.")):
+            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([chr(ord("A") + i) for i in range(61)])
+    writer.add_token_types([1] * 61)
+    writer.add_token_merges(["A B"])
+    writer.add_eos_token_id(0)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama_cpp(model: Path, layer: Path | None) -> Any:
+    """The answer of llama.cpp's server."""
+    package = pytest.importorskip("xllamacpp")
+    params = package.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel = str(model), 128, 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    if layer is not None:
+        params.speculative.types = [package.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
+        drafts = params.speculative.draft
+        drafts.mparams.path, drafts.n_max, drafts.p_min, drafts.cpuparams.n_threads = str(layer), 1, 0.0, 1
+    server = package.Server(params)
+    fixed = {"n_predict": 24, "temperature": 0, "ignore_eos": True, "return_tokens": True, "cache_prompt": False}
+    body = json.dumps(fixed | {"prompt": list(TEXT)}).encode()
+    with urlopen(Request(f"{server.listening_address}/completion", body)) as response:
+        return json.load(response)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in PARTS if name != "deepseek2 whole"])
+def test_llama_cpp_drafts_with_a_written_layer(name: str, tmp_path: Path) -> None:
+    """All drafts are right, as the layer knows the same as the model."""
+    pytest.importorskip("xllamacpp")
+    model, folder = oracle_of(CASES[name]), publish(tmp_path / "published", name)
+    norm, one = model.model.norm.weight.detach().clone(), float(not name.startswith("qwen"))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(changed(key, parameter, norm, one))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({k: changed(k, t, norm, one).clone() for k, t in tensors.items()}, folder / "model.safetensors")
+    write_model(tmp_path / "bare.gguf", CASES[name], model)
+    with_vocabulary(tmp_path / "bare.gguf", tmp_path / "m.gguf")
+    checkpoint = open_checkpoint(folder)
+    layer = tmp_path / "mtp-m.gguf"
+    write_prediction(checkpoint.config, checkpoint.weights, tmp_path / "m.gguf", layer, torch.float32)
+    plain, drafted = (llama_cpp(tmp_path / "m.gguf", file) for file in (None, layer))
+    assert drafted["tokens"] == plain["tokens"] and len(set(plain["tokens"])) > 1
+    assert drafted["timings"]["draft_n_accepted"] == drafted["timings"]["draft_n"] > 8

@@ -13,12 +13,16 @@ from foretell.api import Model
 from foretell.cli import options
 from foretell.cli.setup import spinner
 from foretell.core.tree import root_tree
-from foretell.load import load
+from foretell.load import load, open_checkpoint
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
+from foretell.speculator.config_file import CONFIG
 from foretell.speculator.export import export as write
 from foretell.speculator.export import find_exports
 from foretell.speculator.formats.base import Verifier
+from foretell.speculator.formats.mtp_gguf import write_prediction
+from foretell.speculator.load import is_speculator
 from foretell.utils.paths import require_empty
+from foretell.utils.unfinished import whole
 from foretell.verify.prompts import PROMPTS
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -31,7 +35,12 @@ _ON_THE_HUB = {DEFAULT_MODEL: "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 @app.command()
 def export(
-    speculator: Annotated[str, typer.Argument(help="Directory of a speculator, or the kind of an installed one.")],
+    speculator: Annotated[
+        str,
+        typer.Argument(
+            help="Directory of a speculator or of a model with multi-token prediction, or the kind of an installed one."
+        ),
+    ],
     format_name: Annotated[
         str,
         typer.Option(
@@ -50,11 +59,14 @@ def export(
 ) -> None:
     """Write a trained speculator as vLLM, SGLang and the speculators library read it.
 
-    speculators is for EAGLE-3, P-EAGLE and DFlash, eagle3 for EAGLE-3, gguf for EAGLE-3 and DFlash in llama.cpp, eagle
-    for EAGLE-1 and 2, hf for draft models and PARD; see docs/formats.md.
+    speculators is for EAGLE-3, P-EAGLE and DFlash, eagle3 for EAGLE-3, gguf for EAGLE-3, DFlash and multi-token
+    prediction in llama.cpp, eagle for EAGLE-1 and 2, hf for draft models and PARD; see docs/formats.md.
     """
     find_exports(format_name)
     require_empty(out)
+    if format_name == "gguf" and _is_model(Path(speculator)):
+        _export_prediction(Path(speculator), resolve_reference(model), out, dtype)
+        return
     with spinner(f"loading {model}"):
         target = load(model, dtype)
         network = target.speculator(speculator)
@@ -63,6 +75,28 @@ def export(
     about = Verifier(name, target.config, target.codec, states, path if path.is_file() else None)
     write(network, about, format_name, out)
     typer.echo(f"{out}: {network.kind} speculator in the format {format_name}")
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether a directory holds a language model and no speculator."""
+    return (folder / CONFIG).is_file() and not is_speculator(folder)
+
+
+def _export_prediction(folder: Path, target: Path, out: Path, dtype: str) -> None:
+    """Write the layer of multi-token prediction of a checkpoint beside a GGUF file of it."""
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype {dtype}: the matrices of the layer are written in float32 or bfloat16")
+    if not target.is_file():
+        raise ValueError(
+            f"{folder}: a layer of multi-token prediction in GGUF has the metadata of the model's GGUF file; name that "
+            "file with --model"
+        )
+    checkpoint = open_checkpoint(folder)
+    name = f"mtp-{target.stem}.gguf"
+    with whole(out) as part:
+        part.mkdir()
+        write_prediction(checkpoint.config, checkpoint.weights, target, part / name, getattr(torch, dtype))
+    typer.echo(f"{out / name}: the layer of multi-token prediction in the format gguf")
 
 
 @torch.inference_mode()

@@ -9,14 +9,12 @@ import torch
 from jaxtyping import Float
 
 from foretell.lab.quantize.gguf_grids import GGUFGrid
-from foretell.lab.quantize.gguf_metadata import (
-    copy_metadata,
-    write_metadata,
-)
+from foretell.lab.quantize.gguf_metadata import write_metadata
 from foretell.lab.quantize.grid import QuantizedRows
 from foretell.lab.quantize.layout import TensorEntry, entries
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.gguf_sizes import copy_metadata
 from foretell.model.load.gguf_weights import gguf_place
 from foretell.model.matrices.kinds import BLOCKS, Kind
 from foretell.tokenizer.codec import TextCodec
@@ -57,7 +55,7 @@ class GGUFFile:
             divisors = write_metadata(self._writer, config, codec, eos, name)
         else:
             _require_known(source, self._expected)
-            copy_metadata(self._writer, source)
+            copy_metadata(self._writer, source, "general.file_type", "general.quantization_version")
             if _FREQUENCIES in source.tensors:
                 divisors = source.load_tensor(_FREQUENCIES).flatten().tolist()
         self._writer.add_file_type(LlamaFileType[f"MOSTLY_{_FILE_TYPES.get(kind, kind)}"])

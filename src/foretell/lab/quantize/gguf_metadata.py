@@ -1,4 +1,4 @@
-"""Metadata of GGUF files: copied, or made from a configuration and a byte-level BPE tokenizer."""
+"""Metadata of GGUF files, made from a configuration and a byte-level BPE tokenizer."""
 
 import json
 from collections.abc import Sequence
@@ -8,28 +8,16 @@ import torch
 
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.rope import RopeConfig
-from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_sizes import write_sizes
 from foretell.tokenizer.codec import TextCodec
 from foretell.tokenizer.pre_tokenizers import CONTRACTION, PRE_TOKENIZERS
 
 _WRITABLE = ("llama", "mistral", "qwen2", "qwen3")
-_REPLACED = ("general.architecture", "general.file_type", "general.quantization_version")
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 """Token types."""
 _SPLITS = ("llama-bpe", "qwen2")
 """llama.cpp's names of pre-tokenizers that split by a pattern."""
 _PUBLISHED_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-
-
-def copy_metadata(writer: Any, source: GGUF) -> None:
-    """Copy all metadata of a file but what describes its types."""
-    from gguf import GGUFReader, GGUFValueType
-
-    for name, field in GGUFReader(source.path).fields.items():
-        if not name.startswith("GGUF.") and name not in _REPLACED:
-            inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
 
 
 def write_metadata(

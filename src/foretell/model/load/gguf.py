@@ -85,6 +85,11 @@ class GGUF(GGUFHeader):
         e = self.tensors[name]
         return torch.from_numpy(self._raw(e).view(np.int64).reshape(e.shape).copy())
 
+    def stored_rows(self, name: str) -> UInt8[np.ndarray, "*rows bytes"]:
+        """The bytes of a tensor as the file stores them, for one use."""
+        shape = self.tensors[name].shape
+        return self._raw(self.tensors[name]).reshape(*shape[:-1], -1)
+
     def _raw(self, e: TensorInfo) -> UInt8[np.ndarray, " bytes"]:
         """The bytes of a tensor, for one use."""
         mapped = torch.frombuffer(self.mapped[e.part], dtype=torch.uint8, count=self.byte_count(e), offset=e.offset)

@@ -1,8 +1,9 @@
-"""Writes the sizes of a model into the metadata of a GGUF file."""
+"""Writes metadata of a GGUF file: the sizes of a model, or what another file has."""
 
 from typing import Any
 
 from foretell.model.config.model import ModelConfig
+from foretell.model.load.gguf_header import GGUFHeader
 
 
 def write_sizes(writer: Any, config: ModelConfig, vocab: int) -> None:
@@ -16,3 +17,13 @@ def write_sizes(writer: Any, config: ModelConfig, vocab: int) -> None:
     writer.add_head_count_kv(config.kv_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
+
+
+def copy_metadata(writer: Any, source: GGUFHeader, *replaced: str) -> None:
+    """Copy the metadata of a file but its architecture, how many parts it is in, and the keys `replaced`."""
+    from gguf import GGUFReader, GGUFValueType
+
+    for name, field in GGUFReader(source.path).fields.items():
+        if not name.startswith(("GGUF.", "split.")) and name not in ("general.architecture", *replaced):
+            inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)

@@ -79,7 +79,7 @@ def _of_file(path: Path, config: ModelConfig) -> Weights:
     return GGUFWeights(file, own, predicts=True)
 
 
-def _modules(names: PredictionNames, weights: Weights) -> list[PredictionNames]:
+def prediction_modules(names: PredictionNames, weights: Weights) -> list[PredictionNames]:
     """Names of the parts of the layers of a checkpoint, of which the first one has `names`.
 
     Raises:
@@ -94,6 +94,12 @@ def _modules(names: PredictionNames, weights: Weights) -> list[PredictionNames]:
             "checkpoint complete?"
         )
     return modules[:count]
+
+
+def prediction_config(config: ModelConfig, count: int) -> ModelConfig:
+    """The configuration of a model of `count` layers of multi-token prediction."""
+    experts = None if config.experts is None else replace(config.experts, layers=tuple(range(count)))
+    return replace(config, layers=count, state=None, experts=experts)
 
 
 def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path | None = None) -> MTPLayer:
@@ -123,15 +129,13 @@ def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path 
         raise ValueError(
             f"this checkpoint was published without its multi-token prediction layer ({error}); use another method"
         ) from error
-    modules = _modules(names, weights)
+    modules = prediction_modules(names, weights)
     if len(modules) > 1 and not names.several:
         raise ValueError(
             f"this checkpoint has several layers of multi-token prediction ({names.layer}*, {modules[1].layer}*), and "
             "how they follow one another is known of those of DeepSeek and GLM in safetensors alone; use another method"
         )
-    chosen = tuple(range(len(modules)))
-    experts = None if config.experts is None else replace(config.experts, layers=chosen)
-    own = replace(config, layers=len(modules), state=None, experts=experts, context=target.config.context)
+    own = replace(prediction_config(config, len(modules)), context=target.config.context)
     norms = [
         [
             RMSNorm(
