@@ -16,7 +16,8 @@ from foretell.engine.budget import Budget
 from foretell.engine.engine import Engine
 from foretell.engine.pass_times import PassTimes
 from foretell.engine.request import Request
-from helpers import VOCAB, letter_codec, random_tokens, speculator, target
+from foretell.testing import letter_codec
+from helpers import VOCAB, random_tokens, speculator, target
 
 MINUTES = [60.0] * 8
 """Times of a drafter that never pays."""
