@@ -1,5 +1,6 @@
 """A model that generates with any method."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from foretell.api.requests import ModelRequests
 from foretell.catalogue import BuildContext, build
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.inputs import NamedInputs
-from foretell.catalogue.speculators import read_speculator, trained_speculator
+from foretell.catalogue.speculators import read_speculator, speculator_key, trained_speculator
 from foretell.core.sampling import SamplingParams
 from foretell.engine.budget import Budget
 from foretell.engine.engine import Engine
@@ -144,7 +145,7 @@ class Model(ModelRequests):
         method = build(name, self._build_context(drafts, references), config)
         if not shared:
             named_inputs(drafts, references).require_used({method.name: method.inputs})
-        return method
+        return replace(method, drafter_key=_drafter_key(drafts, method.inputs))
 
     def speculator(self, reference: str | Path) -> Speculator:
         """A trained speculator for this model, by its directory or by the kind of an installed one.
@@ -267,3 +268,13 @@ def named_inputs(drafts: Sequence[Model | Path], references: Sequence[str] = ())
         [str(d) for d in drafts if isinstance(d, Path)],
         [f"of {len(text):,} characters" for text in references],
     )
+
+
+def _drafter_key(drafts: Sequence[Model | Path], inputs: frozenset[str]) -> str:
+    """Identifies those of `drafts` that a method with these inputs uses: draft models by sizes and precision, on which
+    their times depend. Empty: it uses none of them.
+    """
+    models = [f"{d.config} {d.precision}" for d in drafts if isinstance(d, Model) and "drafts" in inputs]
+    folders = [str(speculator_key(d)) for d in drafts if isinstance(d, Path) and "speculators" in inputs]
+    used = "\n".join([*models, *folders])
+    return hashlib.sha256(used.encode()).hexdigest()[:8] if used else ""

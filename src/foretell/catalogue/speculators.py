@@ -60,12 +60,17 @@ def read_speculator(context: BuildContext, folder: Path) -> Speculator:
     Raises:
         ValueError: it is damaged or for another target, or transformers runs the target.
     """
-    files = [folder] if folder.is_file() else folder.iterdir()
-    key = folder.resolve(), tuple(sorted(path.stat().st_mtime_ns for path in files))
+    key = speculator_key(folder)
     if key not in context.known_speculators:
         speculator = load_speculator(folder, target_card(context), embedding_and_head(context))
         context.known_speculators[key] = speculator.eval().requires_grad_(False)
     return context.known_speculators[key]
+
+
+def speculator_key(folder: Path) -> tuple[Path, tuple[int, ...]]:
+    """Identifies what a directory or file of a speculator holds: where it is, and when its files were written."""
+    files = [folder] if folder.is_file() else folder.iterdir()
+    return folder.resolve(), tuple(sorted(path.stat().st_mtime_ns for path in files))
 
 
 def target_card(context: BuildContext) -> TargetInfo:

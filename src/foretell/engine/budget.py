@@ -122,7 +122,8 @@ class Budget:
     def _source(self, bound: BoundMethod, number: int) -> DraftSource:
         method, count = bound.method, len(bound.method.sources)
         if method.draft not in self._sources:
-            names = [f"{method.name} {i}{kind}" for kind in ("", " look") for i in range(count)]
+            known_as = " ".join(filter(None, (method.name, method.drafter_key)))
+            names = [f"{known_as} {i}{kind}" for kind in ("", " look") for i in range(count)]
             self._sources[method.draft] = [DraftSource(name) for name in names]
         # Looks are as cheap as they can be: what they take and give says nothing about other drafts.
         return self._sources[method.draft][number + count * ((method.draft, number) in self._looked)]

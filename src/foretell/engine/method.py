@@ -34,6 +34,8 @@ class Method(Generic[D]):
     """What drafts, in a few words; empty: the drafter's own label."""
     inputs: frozenset[str] = field(default=frozenset(), kw_only=True)
     """What it was built from besides the target: `drafts`, `speculators`, `references`."""
+    drafter_key: str = field(default="", kw_only=True)
+    """Identifies what it was told to draft with; empty: nothing. What is measured of its drafter is kept under it."""
     check: DrafterCheck | None = field(default=None, kw_only=True, compare=False)
     """Switches the drafter off if it does not fit the target."""
 
