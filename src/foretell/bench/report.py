@@ -117,8 +117,8 @@ def regret_table(results: BenchResults) -> TextTable:
             best = max(speeds, key=lambda name: speeds[name], default="")
             if metrics.speedup and speeds.get(best):
                 regret = f"{1 - metrics.speedup / speeds[best]:.1%}"
-                rows.append([category, c.name, metrics.speedup, best, speeds[best], regret])
-    return TextTable(["category", "method", "speed-up", "fastest other", "its speed-up", "regret"], rows)
+                rows.append([category, precision, metrics.speedup, best.partition("/")[0], speeds[best], regret])
+    return TextTable(["category", "precision", "speed-up", "fastest other", "its speed-up", "regret"], rows)
 
 
 def acceptance_table(results: BenchResults) -> TextTable:
