@@ -9,6 +9,7 @@ import torch
 
 from foretell.load import open_checkpoint
 from foretell.model.load.build import build_decoder
+from foretell.model.load.gguf_sizes import write_whole
 from foretell.model.load.reference import resolve_reference
 from foretell.speculator.hf_writer import write_hf
 from foretell.utils.unfinished import whole
@@ -95,7 +96,4 @@ def _write(source: Path, target: Path, precision: str) -> None:
         if values.shape[-1] % _BLOCK:
             kind = GGMLQuantizationType.BF16
         writer.add_tensor(tensor.name, quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_whole(writer)

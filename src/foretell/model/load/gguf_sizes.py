@@ -1,4 +1,4 @@
-"""Writes metadata of a GGUF file: the sizes of a model, or what another file has."""
+"""Writes GGUF files: the sizes of a model, the metadata of another file, and all that a writer holds."""
 
 from typing import Any
 
@@ -27,3 +27,11 @@ def copy_metadata(writer: Any, source: GGUFHeader, *replaced: str) -> None:
         if not name.startswith(("GGUF.", "split.")) and name not in ("general.architecture", *replaced):
             inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+
+
+def write_whole(writer: Any) -> None:
+    """Write the file with the metadata and tensors that `writer`, of the `gguf` package, holds."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -14,6 +14,7 @@ from foretell.model.config.model import RopeConfig
 from foretell.model.load.assistant import GGUF_KIND
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_header import GGUFHeader, holds_prediction_alone
+from foretell.model.load.gguf_sizes import write_whole
 from foretell.speculator.formats import dflash_export, eagle_export
 from foretell.speculator.formats.base import ExportFormat, Verifier
 from foretell.speculator.formats.files import PublishedCheckpoint
@@ -240,10 +241,7 @@ def _write(
         wide = _reorder(wide, count, (2, -1)) if count else wide
         half = wide.ndim == 2 and tensor.dtype != torch.float32
         writer.add_tensor(stored, (wide.half() if half else wide).contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_whole(writer)
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

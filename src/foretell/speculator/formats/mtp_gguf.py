@@ -16,7 +16,7 @@ from foretell.model.config.families.base import PredictionNames
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_header import gguf_config
-from foretell.model.load.gguf_sizes import copy_metadata
+from foretell.model.load.gguf_sizes import copy_metadata, write_whole
 from foretell.model.load.gguf_weights import gguf_place
 from foretell.model.load.mtp import prediction_config, prediction_modules
 from foretell.model.load.weights import Weights
@@ -72,10 +72,7 @@ def write_prediction(config: ModelConfig, weights: Weights, target: Path, path: 
         else:
             rows = tensor.bfloat16().contiguous().view(torch.int16).numpy().view(np.uint8)
             writer.add_tensor(name, rows, raw_dtype=Type.BF16)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_whole(writer)
 
 
 def _checked(config: ModelConfig, weights: Weights, file: GGUF) -> tuple[str, ModelConfig, PredictionNames]:
@@ -93,7 +90,8 @@ def _checked(config: ModelConfig, weights: Weights, file: GGUF) -> tuple[str, Mo
             f"{weights.source}: there are {len(modules)} layers of multi-token prediction, and one alone is written to "
             "GGUF"
         )
-    own, found = gguf_config(file), str(file.metadata["general.architecture"])
+    own = gguf_config(file)
+    found = str(file.metadata["general.architecture"])
     sizes = ((words, getattr(own, name), getattr(config, name)) for name, words in _SIZES.items())
     for what, of_file, wanted in (("the architecture", found, kind), *sizes):
         if of_file != wanted:
