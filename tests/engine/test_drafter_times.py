@@ -12,9 +12,10 @@ import foretell
 from command import save_tiny_model, tiny_draft, tiny_target
 from foretell.api import Model
 from foretell.core.sampling import SamplingParams
+from foretell.engine.acceptance import RUNGS
 from foretell.engine.budget import Budget
 from foretell.engine.engine import Engine
-from foretell.engine.pass_times import PassTimes
+from foretell.engine.pass_times import PassTimes, load_key
 from foretell.engine.request import Request
 from foretell.testing import letter_codec
 from helpers import VOCAB, random_tokens, speculator, target
@@ -62,7 +63,7 @@ def test_another_draft_model_does_not_begin_with_the_times_of_the_one_before(mod
     dear, cheap, file = str(tiny_target()), str(save_tiny_model(tmp_path / "cheap", context=256)), tmp_path / "times"
     known = kept(model, dear, file)
     (name,) = (name for name in known["drafts"] if name.startswith("dynamic_tree"))
-    known["drafts"][name] = {"0": MINUTES}
+    known["drafts"][name] = {"0": {"0": MINUTES}}
     file.write_text(json.dumps(known), "utf-8")
     # The dear one drafts in a trial alone.
     assert drafted(model, cheap, passes(file)) > 2 * drafted(model, dear, passes(file))
@@ -71,11 +72,56 @@ def test_another_draft_model_does_not_begin_with_the_times_of_the_one_before(mod
 def test_a_file_whose_names_say_no_draft_model_is_read(model: Model, tmp_path: Path) -> None:
     draft, file = str(tiny_target()), tmp_path / "times"
     known = kept(model, draft, file)
-    known["drafts"] |= {"dynamic_tree 0": {"0": MINUTES}, "ngram 0": {"0": MINUTES}}
+    known["drafts"] |= {"dynamic_tree 0": {"0": {"0": MINUTES}}, "ngram 0": {"0": {"0": MINUTES}}}
     file.write_text(json.dumps(known), "utf-8")
     times, without = passes(file), passes(tmp_path / "none")
     assert drafted(model, draft, times) == drafted(model, draft, without) > 0
     assert times.draft_seconds("ngram 0", (0, 0), 1, 0.0) == 60
+
+
+def test_what_was_accepted_is_known_at_the_next_start(tmp_path: Path) -> None:
+    """A drafter whose confident drafts were wrong is not asked for many again; its own probabilities are the prior."""
+    file, name = tmp_path / "times", "eagle3 0"
+    first = passes(file)
+    acceptance, rungs = first.source(name).acceptance(True), list(range(RUNGS))
+    prior = acceptance.chance[0]
+    for _ in range(200):
+        acceptance.count_offer(rungs, 8)
+        acceptance.count(rungs, [], 8)
+    first.source(name).count(3)
+    first.save()
+    again = passes(file).source(name)
+    assert again.acceptance(True).chance[0] < 0.2 < 0.9 < prior == again.acceptance(False).chance[0]
+    assert again.acceptance(True).hoped < 0.5 < 1 < again.acceptance(False).hoped
+    assert (again.steps, again.levels) == (1, 3.0)
+    # It weighs less than it did: another text may soon show something else.
+    for _ in range(200):
+        again.acceptance(True).count(rungs, rungs, 8)
+    assert again.acceptance(True).chance[0] > 0.7
+
+
+@pytest.mark.parametrize("damage", [{"steps": "many"}, {"levels": float("nan")}, {"acceptance": [[True, True, {}]]}])
+def test_damaged_counts_are_ignored(damage: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "times"
+    times = passes(file)
+    times.source("eagle3 0").count(3)
+    times.save()
+    known = json.loads(file.read_text("utf-8"))
+    known["sources"]["eagle3 0"] |= damage
+    file.write_text(json.dumps(known), "utf-8")
+    assert passes(file).source("eagle3 0").steps == 0
+
+
+def test_deeper_trees_take_longer() -> None:
+    """The time of the usual tree is that of its levels, not that of the trees that are drafted fastest."""
+    times, key = PassTimes(), load_key(1, 0)
+    for i in range(60):
+        levels = i % 4
+        times.observe_draft("eagle3 0", key, 1, 1e-3 + 2e-4 * levels, 1e-3, levels)
+    assert times.draft_seconds("eagle3 0", key, 1, 1.0, 1.5) == pytest.approx(1.3e-3, rel=0.01)
+    assert times.level_seconds("eagle3 0", key, 1, 1.0) == pytest.approx(2e-4, rel=0.01)
+    assert times.level_seconds("eagle3 0", load_key(4, 0), 4, 1.0) > 2e-4
+    assert times.level_seconds("medusa 0", key, 1, 7.0) == 7.0
 
 
 def test_only_what_a_method_drafts_with_is_in_its_key(model: Model) -> None:
@@ -84,11 +130,12 @@ def test_only_what_a_method_drafts_with_is_in_its_key(model: Model) -> None:
     )
     rounded = foretell.load(str(tiny_draft()), dtype="bfloat16")
 
-    def key(name: str, *used: Model) -> str:
-        return model.method(name, drafts=used, shared=True).drafter_key
+    def key(name: str, *used: Model, **options: object) -> str:
+        return model.method(name, options, drafts=used, shared=True).drafter_key
 
     assert key("ngram", first) == "" != key("draft_model", first) == key("draft_model", again)
     assert len({key("draft_model", *used) for used in ([first], [whole], [rounded], [first, whole])}) == 4
+    assert len({key("ngram", num_speculative_tokens=n) for n in (2, 3)} | {""}) == 3
 
 
 def test_a_speculator_that_was_written_anew_is_another_one(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ class Model(ModelRequests):
         method = build(name, self._build_context(drafts, references), config)
         if not shared:
             named_inputs(drafts, references).require_used({method.name: method.inputs})
-        return replace(method, drafter_key=_drafter_key(drafts, method.inputs))
+        return replace(method, drafter_key=_drafter_key(drafts, method.inputs, config))
 
     def speculator(self, reference: str | Path) -> Speculator:
         """A trained speculator for this model, by its directory or by the kind of an installed one.
@@ -270,11 +270,14 @@ def named_inputs(drafts: Sequence[Model | Path], references: Sequence[str] = ())
     )
 
 
-def _drafter_key(drafts: Sequence[Model | Path], inputs: frozenset[str]) -> str:
-    """Identifies those of `drafts` that a method with these inputs uses: draft models by sizes and precision, on which
-    their times depend. Empty: it uses none of them.
+def _drafter_key(
+    drafts: Sequence[Model | Path], inputs: frozenset[str], config: SpeculativeConfig | Mapping[str, object] | None
+) -> str:
+    """Identifies what a method with these inputs and options drafts with, of `drafts` the draft models by sizes and
+    precision, on which their times depend. Empty: neither options nor any of them.
     """
     models = [f"{d.config} {d.precision}" for d in drafts if isinstance(d, Model) and "drafts" in inputs]
     folders = [str(speculator_key(d)) for d in drafts if isinstance(d, Path) and "speculators" in inputs]
-    used = "\n".join([*models, *folders])
+    options = sorted((config.options if isinstance(config, SpeculativeConfig) else config or {}).items())
+    used = "\n".join([*models, *folders, *map(str, options)])
     return hashlib.sha256(used.encode()).hexdigest()[:8] if used else ""

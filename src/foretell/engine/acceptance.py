@@ -1,13 +1,14 @@
 """How likely the drafts of a drafter are accepted, and how many it offers, learned from what the target chose."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import numpy as np
 
 from foretell.core.tree import TokenTree
-from foretell.engine.tuning import MEMORY, PRIOR_PROMISE, PRIOR_SURVIVAL, PRIOR_WEIGHT, ROOM
+from foretell.engine.tuning import KEPT_DRAFTS, MEMORY, PRIOR_PROMISE, PRIOR_SURVIVAL, PRIOR_WEIGHT, ROOM
 
 RUNGS = 32
 """Kinds of drafts. Of those with a score, rung 0 holds the most confident ones; of others, rung `k` those at depth
@@ -77,6 +78,30 @@ class Acceptance:
         if self.steps:
             self.promise = [(c, n) for c, n in zip(self.chance, self._nodes, strict=True) if n > _FEW]
 
+    def state(self) -> dict[str, Any]:
+        """What `from_state` reads."""
+        kept = {"right": self._right, "seen": self._seen, "offered": self._nodes}
+        return {"steps": round(self.steps), **{name: [round(n, 3) for n in list_] for name, list_ in kept.items()}}
+
+    @staticmethod
+    def from_state(scored: bool, state: Mapping[str, Any]) -> "Acceptance":
+        """What earlier processes have counted; it weighs less than they knew, as their texts were others.
+
+        Raises:
+            ValueError, TypeError, KeyError: something else.
+        """
+        found = Acceptance(scored)
+        right, seen, offered = ([float(n) for n in state[name]] for name in ("right", "seen", "offered"))
+        are_counts = all(0 <= r <= n and n > 0 and o >= 0 for r, n, o in zip(right, seen, offered, strict=True))
+        if len(seen) != RUNGS or not are_counts:
+            raise ValueError("counts that are none")
+        weights = [min(1.0, KEPT_DRAFTS / n) for n in seen]
+        found._right = [w * r for w, r in zip(weights, right, strict=True)]
+        found._seen = [w * n for w, n in zip(weights, seen, strict=True)]
+        found._nodes, found.steps = offered, min(float(state["steps"]), KEPT_DRAFTS)
+        found._refresh()
+        return found
+
     @property
     def hope(self) -> float:
         """How many times the promise the truth may be."""
@@ -103,24 +128,24 @@ class OfferedTree:
     parents: list[list[int]]
     valid: list[list[bool]]
     rungs: list[list[int]]
+    levels: list[int]
+    """Of each tree, below its root."""
 
     @staticmethod
     def of(tree: TokenTree) -> "OfferedTree":
         """Of a tree with a prefix of 1."""
-        return OfferedTree(tree.token.tolist(), tree.parent.tolist(), tree.valid.tolist(), rungs_of(tree))
+        levels = [max(depths) for depths in np.where(tree.valid, tree.depth, 0).tolist()]
+        return OfferedTree(tree.token.tolist(), tree.parent.tolist(), tree.valid.tolist(), rungs_of(tree), levels)
+
+    @property
+    def deepest(self) -> int:
+        """Levels of the deepest tree."""
+        return max(self.levels)
 
     def drafted(self, row: int) -> list[int]:
         """The rungs of all drafts of a row."""
         pairs = zip(self.rungs[row][1:], self.valid[row][1:], strict=True)
         return [rung for rung, yes in pairs if yes]
-
-    def levels(self, row: int) -> int:
-        """Levels of a row's tree below its root."""
-        depth = [0] * len(self.tokens[row])
-        for node, parent in enumerate(self.parents[row]):
-            if node and self.valid[row][node]:
-                depth[node] = depth[parent] + 1
-        return max(depth)
 
     def judge(self, row: int, new: Sequence[int]) -> tuple[list[int], list[int]]:
         """The rungs of the drafts of a row whose fate the new tokens of its request tell, and of those that are right.

@@ -9,12 +9,12 @@ from foretell.engine.budget_statistics import COST, BudgetStatistics
 from foretell.engine.draft_source import DraftSource, Trials
 from foretell.engine.drafted_trees import NO_LIMIT
 from foretell.engine.offers import Offers, Paying
+from foretell.engine.pass_times import Key
 from foretell.engine.step_costs import StepLoad
 from foretell.engine.tuning import (
     CHILD_SHARE,
     FIRST_STEPS,
     FLOOR_SLACK,
-    LEVEL_SHARE,
     MOST_EXPANDED,
     OFF,
     ON,
@@ -44,11 +44,19 @@ class _Cut(NamedTuple):
 
 class Asking:
     """Weighs drafters in the step of number `step`, each beside what others have offered before. `may_try`: no request
-    has lost what it may.
+    has lost what it may. `trials`: of drafters by name and load.
     """
 
-    def __init__(self, load: StepLoad, offers: Offers, step: int, may_try: bool, statistics: BudgetStatistics) -> None:
-        self._load, self._offers, self._costs = load, offers, offers.costs
+    def __init__(
+        self,
+        load: StepLoad,
+        offers: Offers,
+        step: int,
+        may_try: bool,
+        statistics: BudgetStatistics,
+        trials: dict[tuple[str, Key], Trials],
+    ) -> None:
+        self._load, self._offers, self._costs, self._trials = load, offers, offers.costs, trials
         self._step, self.may_try, self._statistics = step, may_try, statistics
         self.trial_nodes = 0
         """Drafts that are verified for a trial beyond those that pay."""
@@ -57,7 +65,7 @@ class Asking:
         """The requests that a drafter is asked for: if the rate with its expected drafts is above that with what was
         offered so far. Or the reason why it is asked for none.
         """
-        trials = source.trials.setdefault(self._costs.key, Trials())
+        trials = self._trials.setdefault((source.name, self._costs.key), Trials())
         # What did not pay for other requests may pay for one whose answer begins.
         if trials.rests(self._step) and all(self._load.accounts[i].tokens > 1 for i in which):
             return COST
@@ -67,11 +75,11 @@ class Asking:
             hoped, offered = self._hoped(source, i), before.expected.get(i, 0.0)
             if hoped > offered and self._offers.weights[i] * hoped > before.rate * self._costs.reading(source, [i])[1]:
                 asked.append(i)
-        best, spent = self._best_cut(source, asked, before)
+        best = self._best_cut(source, asked, before)
         is_new = source.steps < FIRST_STEPS and self.may_try
         if not is_new and best.rate < before.rate * READING_GAIN and any(i in self._costs.unread for i in asked):
             asked = [i for i in asked if i not in self._costs.unread]
-            best, spent = self._best_cut(source, asked, before)
+            best = self._best_cut(source, asked, before)
         pays = best.rate >= before.rate * (OFF if trials.on else ON)
         if is_new:
             asked = asked[:TRIAL_REQUESTS]
@@ -90,16 +98,16 @@ class Asking:
         rate, size = max(before.rate, best.rate), best.nodes
         floor = FLOOR_SLACK * min(best.chance, rate * self._costs.of_a_draft(size), 1.0)
         raw = max(source.acceptance(kind).least_score(floor) for kind in {self._load.sampled[i] for i in asked})
-        level = LEVEL_SHARE * (spent - self._offers.spent) / source.levels
+        level = self._costs.of_a_level(source, len(asked))
         return Plan(asked, raw, min(MOST_EXPANDED, max(raw, rate * level / (CHILD_SHARE * len(asked)))))
 
     def _hoped(self, source: DraftSource, i: int) -> float:
         """Accepted tokens that are hoped for of this drafter's drafts for a request."""
         return self._load.accounts[i].factor(source.name) * source.acceptance(self._load.sampled[i]).hoped
 
-    def _best_cut(self, source: DraftSource, asked: Sequence[int], before: Paying) -> tuple[_Cut, float]:
+    def _best_cut(self, source: DraftSource, asked: Sequence[int], before: Paying) -> _Cut:
         """The least chance down to which the drafts that are expected for these requests are best taken, instead of
-        those offered to them before; and the seconds of drafting with them.
+        those offered to them before.
         """
         load, weights, factors = self._load, self._offers.weights, dict[bool, list[float]]()
         nodes, tokens = float(before.nodes), self._offers.worth + before.gained
@@ -125,7 +133,7 @@ class Asking:
             rate = tokens / costs.counted(nodes, spent)
             if rate > best.rate:
                 best = _Cut(chance, nodes, rate)
-        return best, spent
+        return best
 
     def _tried(self, trials: Trials, source: DraftSource, which: list[int]) -> list[int]:
         """The requests that a drafter which does not pay is tried for in this step, so rarely that it costs little."""

@@ -17,15 +17,15 @@ from foretell.draft.base import Drafter, NoDrafter
 from foretell.engine.acceptance import OfferedTree
 from foretell.engine.asking import Asking, Plan
 from foretell.engine.budget_statistics import COST, LOAD, MEASURED, NO_CHOICE, BudgetStatistics, Forecast
-from foretell.engine.draft_source import DraftSource
+from foretell.engine.draft_source import DraftSource, Trials
 from foretell.engine.drafted_trees import NO_LIMIT, DraftedTrees, leave_out, removable_drafts
 from foretell.engine.drafter_check import DrafterCheck
 from foretell.engine.method import BoundMethod
 from foretell.engine.offers import Offers
-from foretell.engine.pass_times import PassTimes
+from foretell.engine.pass_times import Key, PassTimes
 from foretell.engine.statistics import StepTime
 from foretell.engine.step_costs import StepCosts, StepLoad
-from foretell.engine.tuning import HORIZON, TRIAL_REQUESTS
+from foretell.engine.tuning import TRIAL_REQUESTS
 from foretell.shape.chain import Chain
 
 
@@ -56,6 +56,7 @@ class Budget:
         self._every_method, self._crowd = every_method, disable_by_batch_size
         self._sources: WeakKeyDictionary[Drafter, list[DraftSource]] = WeakKeyDictionary()
         """By the drafter of a method, which lives as long as the method does."""
+        self._trials = dict[tuple[str, Key], Trials]()
         self._step = 0
         self.begin(StepLoad(1, False, (), (), (), (), ()))
 
@@ -85,7 +86,7 @@ class Budget:
         weights = [w * (1 + costs.requests * d**2) for w, d in zip(load.weights, deficits, strict=True)]
         may_try = all(d < 1 for w, d in zip(load.weights, deficits, strict=True) if w)
         self._offers, self._drafted = Offers(costs, weights), list[_Offer]()
-        self._asking = Asking(load, self._offers, self._step, may_try, self.statistics)
+        self._asking = Asking(load, self._offers, self._step, may_try, self.statistics, self._trials)
         self._expected = dict[int, float]()
         """Accepted tokens that are expected of the drafts chosen for each request."""
         self._fixed = 0
@@ -124,7 +125,7 @@ class Budget:
         if method.draft not in self._sources:
             known_as = " ".join(filter(None, (method.name, method.drafter_key)))
             names = [f"{known_as} {i}{kind}" for kind in ("", " look") for i in range(count)]
-            self._sources[method.draft] = [DraftSource(name) for name in names]
+            self._sources[method.draft] = [self.times.source(name) for name in names]
         # Looks are as cheap as they can be: what they take and give says nothing about other drafts.
         return self._sources[method.draft][number + count * ((method.draft, number) in self._looked)]
 
@@ -191,7 +192,7 @@ class Budget:
             self.statistics.drafting_steps += drafts > 0
         costs.learn_pass(tree.active_count, time)
         if load.is_decode and not shared:
-            costs.learn_drafting([(o.source, o.read) for o in self._drafted], time.draft + time.between)
+            costs.learn_drafting([(o.source, o.read, o.tree.deepest) for o in self._drafted], time.draft + time.between)
         for offer in self._drafted:
             self._learn(offer, step)
         for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):
@@ -201,19 +202,14 @@ class Budget:
 
     def _learn(self, offer: _Offer, step: StepResult) -> None:
         source, tree, load = offer.source, offer.tree, self._load
-        source.steps += 1
-        levels = 0
+        source.count(tree.deepest)
         for row, i in enumerate(offer.indices):
             drafted = tree.drafted(row)
             acceptance, new = source.acceptance(load.sampled[i]), step.new_tokens[i]
             acceptance.count_offer(drafted, load.room[i])
-            deepest = tree.levels(row)
-            levels = max(levels, deepest)
             judged, right = tree.judge(row, new)
             if offer.check is not None and judged:
-                offer.check.count(len(right), single=deepest < 2)
+                offer.check.count(len(right), single=tree.levels[row] < 2)
             acceptance.count(judged, right, load.room[i])
             predicted = sum(acceptance.chance[rung] for rung in judged)
             load.accounts[i].count(source.name, predicted, len(right))
-        if levels:
-            source.levels += (levels - source.levels) / min(source.steps, HORIZON)

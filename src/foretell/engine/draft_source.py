@@ -1,10 +1,12 @@
 """What is known of a drafter: how far its drafts are accepted, and whether it is asked."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
+from typing import Any
 
 from foretell.engine.acceptance import Acceptance
-from foretell.engine.pass_times import Key
-from foretell.engine.tuning import COSTLY_INTERVAL, OFF_STEPS, TRIAL_INTERVAL, TRIAL_SHARE, TRIAL_STEPS
+from foretell.engine.tuning import COSTLY_INTERVAL, HORIZON, OFF_STEPS, TRIAL_INTERVAL, TRIAL_SHARE, TRIAL_STEPS
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Trials:
 
 
 class DraftSource:
-    """What is known of one drafter of a method: how far its drafts are accepted, and where it is tried."""
+    """What is known of one drafter of a method, whoever uses it: what it offers, and how far that is accepted."""
 
     def __init__(self, name: str) -> None:
         self.name, self.steps, self.levels = name, 0, 1.0
@@ -54,7 +56,6 @@ class DraftSource:
         self.scored, self.reading = True, f"{name} reading"
         """Whether its trees have scores, and the name of the times of its reading."""
         self._acceptance = dict[tuple[bool, bool], Acceptance]()
-        self.trials = dict[Key, Trials]()
 
     def acceptance(self, sampled: bool) -> Acceptance:
         """Of its drafts as they were last (with scores or without), for sampled or greedy requests."""
@@ -62,3 +63,28 @@ class DraftSource:
         if key not in self._acceptance:
             self._acceptance[key] = Acceptance(self.scored)
         return self._acceptance[key]
+
+    def count(self, levels: int) -> None:
+        """Count a step whose deepest tree has so many levels."""
+        self.steps += 1
+        self.levels += (levels - self.levels) / min(self.steps, HORIZON)
+
+    def state(self) -> dict[str, Any]:
+        """What `from_state` reads."""
+        kinds = [[*key, known.state()] for key, known in self._acceptance.items()]
+        return {"scored": self.scored, "steps": self.steps, "levels": round(self.levels, 3), "acceptance": kinds}
+
+    @staticmethod
+    def from_state(name: str, state: Mapping[str, Any]) -> "DraftSource":
+        """What an earlier process has left.
+
+        Raises:
+            ValueError, TypeError, KeyError: something else.
+        """
+        found = DraftSource(name)
+        found.scored, found.steps, found.levels = bool(state["scored"]), int(state["steps"]), float(state["levels"])
+        if not (found.steps >= 0 and 0 <= found.levels < inf):
+            raise ValueError("counts that are none")
+        for sampled, scored, known in state["acceptance"]:
+            found._acceptance[bool(sampled), bool(scored)] = Acceptance.from_state(bool(scored), known)
+        return found

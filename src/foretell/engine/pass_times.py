@@ -5,29 +5,28 @@ import logging
 import os
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import isfinite, log2
+from math import log2
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from foretell.engine.draft_source import DraftSource
+from foretell.engine.measured import FINE, DraftTimes, Times, low
 from foretell.engine.tuning import (
     DRIFT_WINDOW,
     EXPECTED_TIMES,
     FOLLOWED,
     PLAIN_INTERVALS,
     PRIOR_SLOPE,
-    QUANTILE,
-    ROW_SLOPE,
-    WINDOW,
 )
 
 log = logging.getLogger(__name__)
-_FORMAT = "foretell pass times 1"
+_FORMAT = "foretell pass times 2"
 _KNOTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of further tokens with times of their own."""
 _LARGEST = _KNOTS[-1]
@@ -36,8 +35,6 @@ _MOST_TOKENS = 512
 """Largest pass with a prior of its own; the time of larger ones grows in proportion."""
 _KNOWN = 12
 """Times of a size after which it tells how fast the machine is."""
-_FINE = 2.0
-"""Loads per factor of two in the number of requests."""
 _CONTEXT_BITS = 10
 """Contexts of fewer than `1 << _CONTEXT_BITS` tokens are one kind; then each factor of two is one."""
 _REFIT = 8
@@ -53,34 +50,7 @@ Key = tuple[int, int]
 
 def load_key(requests: int, context: float) -> Key:
     """The key of so many requests with this mean context, in tokens."""
-    return round(_FINE * log2(max(1, requests))), (int(context) >> _CONTEXT_BITS).bit_length()
-
-
-class _Times:
-    """The last times of one kind."""
-
-    def __init__(self, times: Iterable[float] = ()) -> None:
-        self.last = deque(times, maxlen=WINDOW)
-        self._low: float | None = None
-        if not all(isfinite(time) for time in self.last):
-            raise ValueError("a time that is no number")
-
-    def add(self, time: float) -> None:
-        """Count one."""
-        self.last.append(time)
-        self._low = None
-
-    def scale(self, factor: float) -> None:
-        """Multiply all by a factor."""
-        self.last = deque((factor * time for time in self.last), maxlen=WINDOW)
-        self._low = None
-
-    @property
-    def low(self) -> float:
-        """The quantile that stands for them."""
-        if self._low is None:
-            self._low = low(self.last)
-        return self._low
+    return round(FINE * log2(max(1, requests))), (int(context) >> _CONTEXT_BITS).bit_length()
 
 
 @dataclass
@@ -89,7 +59,7 @@ class _Curve:
 
     start: list[float]
     """Where it begins, by knot: those of the nearest load."""
-    windows: dict[int, _Times] = field(default_factory=dict)
+    windows: dict[int, Times] = field(default_factory=dict)
     """The last ones by knot."""
     steps: int = 0
     plain_at: int = 0
@@ -112,7 +82,7 @@ class _Curve:
         knot = _nearest(extra)
         if knot not in self.windows:
             # What the sizes around it say counts as some times of its own: a single one may be disturbed.
-            self.windows[knot] = _Times([float(self.ratios[extra])] * EXPECTED_TIMES if self.windows else ())
+            self.windows[knot] = Times([float(self.ratios[extra])] * EXPECTED_TIMES if self.windows else ())
         self.windows[knot].add(ratio)
         if self.steps < _REFIT or self.steps % _REFIT == 0:
             self.fit()
@@ -167,7 +137,8 @@ class PassTimes:
         prior = expected if table is None else table
         self._prior = _filled({1: 1.0, 101: 1 + 100 * PRIOR_SLOPE} if prior is None else prior)
         self._curves = dict[Key, _Curve]()
-        self._drafts = dict[str, dict[int, _Times]]()
+        self._drafts = dict[str, DraftTimes]()
+        self._sources = dict[str, DraftSource]()
         self._deviations = deque[float](maxlen=DRIFT_WINDOW)
         self.speed = 1.0
         """Seconds of the last passes over those of the first ones."""
@@ -197,16 +168,23 @@ class PassTimes:
             return False
         return curve.steps - curve.plain_at >= PLAIN_INTERVALS[curve.plain_at > 0 or 0 in curve.windows]
 
-    def draft_seconds(self, drafter: str, key: Key, requests: int, expected: float) -> float:
-        """Seconds of a drafter's step for so many requests; `expected`: before any was measured."""
-        loads = self._drafts.get(drafter)
-        if not loads:
-            return expected
-        if key[0] in loads:
-            return max(0.0, loads[key[0]].low)
-        nearest = min(loads, key=lambda load: abs(load - key[0]))
-        rows = 2 ** (nearest / _FINE)
-        return max(0.0, loads[nearest].low) * (1 + ROW_SLOPE * (requests - 1)) / (1 + ROW_SLOPE * (rows - 1))
+    def source(self, name: str) -> DraftSource:
+        """What is known of a drafter."""
+        return self._sources.setdefault(name, DraftSource(name))
+
+    def draft_seconds(self, drafter: str, key: Key, requests: int, expected: float, levels: float = 0.0) -> float:
+        """Seconds of a drafter's step for so many requests, whose trees have so many levels; `expected`: before any
+        was measured.
+        """
+        known = self._drafts.get(drafter)
+        seconds = known.seconds(key[0], requests, levels) if known else None
+        return expected if seconds is None else seconds
+
+    def level_seconds(self, drafter: str, key: Key, requests: int, expected: float) -> float:
+        """Seconds of a further level of its trees; `expected`: before trees of several depths were measured."""
+        known = self._drafts.get(drafter)
+        seconds = known.of_a_level(key[0], requests) if known else None
+        return expected if seconds is None else seconds
 
     def observe_pass(self, key: Key, requests: int, tokens: int, seconds: float) -> None:
         """Count a pass that read no prompt."""
@@ -224,13 +202,14 @@ class PassTimes:
         if self._file is not None and self.passes >= _FIRST_SAVED and self.passes & (self.passes - 1) == 0:
             self.save()
 
-    def observe_draft(self, drafter: str, key: Key, requests: int, seconds: float, expected: float) -> None:
-        """Count a drafter's step for so many requests; negative: less than is measurable. `expected`: as in
+    def observe_draft(
+        self, drafter: str, key: Key, requests: int, seconds: float, expected: float, levels: int = 0
+    ) -> None:
+        """Count a drafter's step for so many requests; negative: less than is measurable. `expected`, `levels`: as in
         `draft_seconds`.
         """
-        expected = self.draft_seconds(drafter, key, requests, expected)
-        known = self._drafts.setdefault(drafter, {})
-        known.setdefault(key[0], _Times([expected] * EXPECTED_TIMES)).add(seconds / self.speed)
+        expected = self.draft_seconds(drafter, key, requests, expected, levels)
+        self._drafts.setdefault(drafter, DraftTimes()).add(key[0], levels, seconds / self.speed, expected)
 
     def _follow_speed(self, deviation: float) -> None:
         self._deviations.append(deviation)
@@ -243,8 +222,8 @@ class PassTimes:
             return self._curves[key]
         start = [1.0] * len(_KNOTS)
         if self._curves:
-            nearest = min(self._curves, key=lambda k: abs(k[0] - key[0]) + _FINE * abs(k[1] - key[1]))
-            further = round(2 ** (key[0] / _FINE)) - round(2 ** (nearest[0] / _FINE))
+            nearest = min(self._curves, key=lambda k: abs(k[0] - key[0]) + FINE * abs(k[1] - key[1]))
+            further = round(2 ** (key[0] / FINE)) - round(2 ** (nearest[0] / FINE))
             places = np.clip(np.array(_KNOTS) + further, 0, _LARGEST)
             start = self._curves[nearest].ratios[places].tolist()
         return _Curve(start)
@@ -263,12 +242,17 @@ class PassTimes:
         if self._file is None:
             return
         curves = [[*key, {k: list(w.last) for k, w in curve.windows.items()}] for key, curve in self._curves.items()]
-        drafts = {name: {load: list(w.last) for load, w in loads.items()} for name, loads in self._drafts.items()}
-        text = json.dumps({"format": _FORMAT, "identity": self._identity, "curves": curves, "drafts": drafts})
+        known = {
+            "format": _FORMAT,
+            "identity": self._identity,
+            "curves": curves,
+            "drafts": {name: times.state() for name, times in self._drafts.items()},
+            "sources": {name: source.state() for name, source in self._sources.items()},
+        }
         unfinished = self._file.with_name(f"{self._file.name}.{os.getpid()}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(text, "utf-8")
+            unfinished.write_text(json.dumps(known), "utf-8")
             unfinished.replace(self._file)
         except OSError as error:
             log.warning("%s: the times of passes cannot be kept: %s", self._file, error)
@@ -280,8 +264,9 @@ class PassTimes:
             known: Any = json.loads(file.read_text("utf-8"))
             if known["format"] != _FORMAT or known["identity"] != self._identity:
                 return
-            curves = {(int(r), int(c)): {int(k): _Times(w) for k, w in ws.items()} for r, c, ws in known["curves"]}
-            drafts = {str(n): {int(r): _Times(w) for r, w in ws.items()} for n, ws in known["drafts"].items()}
+            curves = {(int(r), int(c)): {int(k): Times(w) for k, w in ws.items()} for r, c, ws in known["curves"]}
+            drafts = {str(name): DraftTimes.from_state(state) for name, state in known["drafts"].items()}
+            sources = {str(name): DraftSource.from_state(name, state) for name, state in known["sources"].items()}
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -290,15 +275,7 @@ class PassTimes:
         for key, windows in curves.items():
             kept = {knot: window for knot, window in windows.items() if window.last and 0 <= knot < len(_KNOTS)}
             self._curves[key] = _Curve([1.0] * len(_KNOTS), kept)
-        self._drafts = drafts
-
-
-def low(times: Iterable[float]) -> float:
-    """The quantile that stands for measured times."""
-    ordered = sorted(times)
-    place = QUANTILE * (len(ordered) - 1)
-    below = ordered[int(place)]
-    return below + place % 1 * (ordered[min(int(place) + 1, len(ordered) - 1)] - below)
+        self._drafts, self._sources = drafts, sources
 
 
 def _nearest(extra: int) -> int:

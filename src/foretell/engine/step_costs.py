@@ -12,6 +12,7 @@ from foretell.engine.tuning import (
     HORIZON,
     LEAST_PROMPT,
     LEAST_UNREAD,
+    LEVEL_SHARE,
     PRIOR_DRAFT,
     PRIOR_READING,
     TOKENS_A_STEP,
@@ -94,7 +95,13 @@ class StepCosts:
 
     def drafting(self, source: DraftSource, requests: int) -> float:
         """Seconds in which a drafter drafts for so many requests."""
-        return self.times.draft_seconds(source.name, self.key, requests, PRIOR_DRAFT * self._seconds[0])
+        expected = PRIOR_DRAFT * self._seconds[0]
+        return self.times.draft_seconds(source.name, self.key, requests, expected, source.levels)
+
+    def of_a_level(self, source: DraftSource, requests: int) -> float:
+        """Seconds of a further level of its trees for so many requests."""
+        expected = LEVEL_SHARE * self.drafting(source, requests) / max(1.0, source.levels)
+        return self.times.level_seconds(source.name, self.key, requests, expected)
 
     def count_unread(self, which: Sequence[int], unread: Callable[[int], int]) -> None:
         """Note what the drafter that is asked has to read of requests; less than is told from drafting counts as 0."""
@@ -120,22 +127,22 @@ class StepCosts:
             expected = self.at(0) / (self.requests + self.first)
             self.times.observe_draft(_PROMPT, _ANY, 1, seconds / tokens, expected)
 
-    def learn_drafting(self, asked: Sequence[tuple[DraftSource, int]], seconds: float) -> None:
+    def learn_drafting(self, asked: Sequence[tuple[DraftSource, int, int]], seconds: float) -> None:
         """Learn the time of the drafter that was asked last, or of its reading: other times are known. `asked`: the
-        drafters of the step, and the tokens that each of them had to read.
+        drafters of the step, the tokens that each of them had to read, and the levels of its deepest tree.
         """
         if not self._known:
             return
         if not asked:
             self.times.observe_draft(_HOST, self.key, self.requests, seconds, 0.0)
             return
-        *before, (source, read) = asked
-        if any(tokens for _, tokens in before):
+        *before, (source, read, levels) = asked
+        if any(tokens for _, tokens, _ in before):
             return
-        seconds -= self.host + sum(self.drafting(other, self.requests) for other, _ in before)
+        seconds -= self.host + sum(self.drafting(other, self.requests) for other, _, _ in before)
         plain = self._seconds[0]
         if not read:
-            self.times.observe_draft(source.name, self.key, self.requests, seconds, PRIOR_DRAFT * plain)
+            self.times.observe_draft(source.name, self.key, self.requests, seconds, PRIOR_DRAFT * plain, levels)
             return
         reading = seconds - self.drafting(source, self.requests)
         if reading < seconds / 2:

@@ -43,10 +43,14 @@ FADING = 0.95
 """Share of a request's counts that is kept per step."""
 MEMORY = 512.0
 """Drafts of a kind, and steps of a drafter, after which older ones begin to fade."""
+KEPT_DRAFTS = 64.0
+"""Weight of what an earlier process has counted, in drafts of a kind and steps."""
 ROW_SLOPE = 0.2
 """Time of drafting for a further request over that for the first one, before it is measured."""
 LEVEL_SHARE = 0.5
-"""Time of a further level over the mean time of a level: the first one reads what the target has accepted."""
+"""Time of a further level over the mean time of a level, before trees of several depths are measured: the first one
+reads what the target has accepted.
+"""
 CHILD_SHARE = 0.8
 """Expected accepted tokens that a level adds, over the score of the best node that it expands."""
 FLOOR_SLACK = 0.7

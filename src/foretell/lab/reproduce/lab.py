@@ -47,7 +47,7 @@ class _FreeDrafts(PassTimes):
     def __init__(self) -> None:
         super().__init__({n: 1 + 0.001 * (n - 1) for n in range(1, 65)})
 
-    def draft_seconds(self, drafter: str, key: Key, requests: int, expected: float) -> float:
+    def draft_seconds(self, drafter: str, key: Key, requests: int, expected: float, levels: float = 0.0) -> float:
         return 0.0
 
 

@@ -1,0 +1,107 @@
+"""The last measured times of one kind, and of a drafter by requests and levels."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from foretell.engine.tuning import EXPECTED_TIMES, QUANTILE, ROW_SLOPE, WINDOW
+
+FINE = 2.0
+"""Loads per factor of two in the number of requests."""
+_MOST_LEVELS = 8
+"""Levels of a tree that are told apart."""
+
+
+class Times:
+    """The last times of one kind."""
+
+    def __init__(self, times: Iterable[float] = ()) -> None:
+        self.last = deque(times, maxlen=WINDOW)
+        self._low: float | None = None
+        if not all(isfinite(time) for time in self.last):
+            raise ValueError("a time that is no number")
+
+    def add(self, time: float) -> None:
+        """Count one."""
+        self.last.append(time)
+        self._low = None
+
+    def scale(self, factor: float) -> None:
+        """Multiply all by a factor."""
+        self.last = deque((factor * time for time in self.last), maxlen=WINDOW)
+        self._low = None
+
+    @property
+    def low(self) -> float:
+        """The quantile that stands for them."""
+        if self._low is None:
+            self._low = low(self.last)
+        return self._low
+
+
+class DraftTimes:
+    """Seconds of a drafter's step, by the number of requests (by load, see `load_key`) and the levels of the deepest
+    tree: a level takes about as long as another, and what the first one reads takes longer.
+    """
+
+    def __init__(self, loads: Mapping[int, dict[int, Times]] | None = None) -> None:
+        self._loads = dict(loads or {})
+
+    def seconds(self, load: int, requests: int, levels: float) -> float | None:
+        """Of a step for so many requests with so many levels on the mean; None: none was measured."""
+        if not self._loads:
+            return None
+        load, more = self._nearest(load, requests)
+        return more * max(0.0, float(np.interp(levels, *self._by_levels(load))))
+
+    def of_a_level(self, load: int, requests: int) -> float | None:
+        """Of a further level; None: trees of one depth alone were measured."""
+        if not self._loads:
+            return None
+        load, more = self._nearest(load, requests)
+        known, seconds = self._by_levels(load)
+        if known[-1] == known[0]:
+            return None
+        return more * (seconds[-1] - seconds[0]) / (known[-1] - known[0])
+
+    def add(self, load: int, levels: int, seconds: float, expected: float) -> None:
+        """Count a step; `expected`: what it was expected to take."""
+        known = self._loads.setdefault(load, {})
+        known.setdefault(min(levels, _MOST_LEVELS), Times([expected] * EXPECTED_TIMES)).add(seconds)
+
+    def _nearest(self, load: int, requests: int) -> tuple[int, float]:
+        """The nearest measured load, and how many times its seconds a step for so many requests takes."""
+        nearest = min(self._loads, key=lambda known: abs(known - load))
+        if nearest == load:
+            return load, 1.0
+        rows = 2 ** (nearest / FINE)
+        return nearest, (1 + ROW_SLOPE * (requests - 1)) / (1 + ROW_SLOPE * (rows - 1))
+
+    def _by_levels(self, load: int) -> tuple[list[int], list[float]]:
+        windows = self._loads[load]
+        known = sorted(windows)
+        return known, np.maximum.accumulate([windows[k].low for k in known]).tolist()
+
+    def state(self) -> dict[int, dict[int, list[float]]]:
+        """What `from_state` reads."""
+        return {load: {n: list(w.last) for n, w in known.items()} for load, known in self._loads.items()}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Mapping[str, Any]]) -> "DraftTimes":
+        """What was kept.
+
+        Raises:
+            ValueError, TypeError, AttributeError: something else.
+        """
+        return DraftTimes({int(r): {int(n): Times(w) for n, w in known.items()} for r, known in state.items()})
+
+
+def low(times: Iterable[float]) -> float:
+    """The quantile that stands for measured times."""
+    ordered = sorted(times)
+    place = QUANTILE * (len(ordered) - 1)
+    below = ordered[int(place)]
+    return below + place % 1 * (ordered[min(int(place) + 1, len(ordered) - 1)] - below)
