@@ -286,8 +286,8 @@ struct IQ4_NL : Q4_0 {
   }
 };
 
-// The same numbers in blocks of 256; groups of 32 have a scale of 6 bits less 32, in units of the block's half-precision
-// number. In a panel the block begins with these units and the scales of its groups, in bytes.
+// The same numbers in blocks of 256; groups of 32 have a scale of 6 bits, less 32, in units of the block's
+// half-precision number. In a panel the block begins with these units and the scales of its groups, in bytes.
 struct IQ4_XS : Symmetric {
   static constexpr int kInputs = 256, kBytes = 136, kZero = IQ4_NL::kZero, kMost = IQ4_NL::kMost;
   static constexpr int kUnits = kPanel / 2, kLevels = kUnits + 8 * kPanel / 4, kPerGroup = 4 * kPanel;
