@@ -483,9 +483,9 @@ def test_drafts_of_the_base_are_lossless_for_the_adapted_target(small: tuple[Pat
     method = model.method("draft_model", drafts=[plain, load(str(tiny_draft()), "float32")])
     assert texts(model, method) == texts(model, "ngram") == texts(by_hand)
     fingerprints = {m.checkpoint.fingerprint() for m in (model, plain)}
-    assert len(fingerprints) == 2 and model.checkpoint.base_fingerprint() == plain.checkpoint.fingerprint()
+    assert len(fingerprints) == 2 and model.checkpoint.base_fingerprint == plain.checkpoint.fingerprint()
     assert model.name != plain.name  # by which the acceptance of drafts is remembered
-    assert plain.checkpoint.base_fingerprint() == plain.checkpoint.fingerprint()
+    assert plain.checkpoint.base_fingerprint == plain.checkpoint.fingerprint()
     assert target_card(model._build_context()).fingerprint == plain.checkpoint.fingerprint()
 
 

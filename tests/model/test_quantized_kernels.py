@@ -19,7 +19,7 @@ QUANTIZED: list[Kind] = [kind for kind in KINDS if kind not in ("F32", "F16", "B
 every_kind = pytest.mark.parametrize("kind", QUANTIZED)
 SCALES: dict[Kind, tuple[int, ...]] = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
-    "Q6_K": (208,), "MXFP4": (), "Q4_Z": (0, 2), "NVFP4": (),
+    "Q6_K": (208,), "MXFP4": (), "Q4_Z": (0, 2), "NVFP4": (), "IQ4_NL": (0,), "IQ4_XS": (0,),
 }  # fmt: skip
 """Where a block has half-precision numbers."""
 

@@ -30,17 +30,26 @@ _ATTENTION = """extern "C" __attribute__((flatten)) void hot_attention(
 _FOUR_BITS = {"Q4_0": 16, "Q4_1": 16, "Q4_Z": 16, "Q4_K": 16}
 _FLOATS = {"Bfloat16": 4, "Float32": 4, "attention": 12}
 _TWO_SCALES = {"Q6_K": 160, "NVFP4": 160}
+_CODEBOOKS = ("IQ4_NL", "IQ4_XS")
 _MOST = {
-    "avx2": _FOUR_BITS | _FLOATS | _TWO_SCALES | {"MXFP4": 48, "Q5_0": 64, "Q5_1": 64, "Q5_K": 64, "Q8_0": 48},
-    "avx2_vnni": _FOUR_BITS | _FLOATS | _TWO_SCALES | {"MXFP4": 24, "Q5_0": 16, "Q5_1": 16, "Q5_K": 16, "Q8_0": 16},
+    "avx2": _FOUR_BITS
+    | _FLOATS
+    | _TWO_SCALES
+    | dict.fromkeys(_CODEBOOKS, 56)
+    | {"MXFP4": 48, "Q5_0": 64, "Q5_1": 64, "Q5_K": 64, "Q8_0": 48},
+    "avx2_vnni": _FOUR_BITS
+    | _FLOATS
+    | _TWO_SCALES
+    | dict.fromkeys(_CODEBOOKS, 16)
+    | {"MXFP4": 24, "Q5_0": 16, "Q5_1": 16, "Q5_K": 16, "Q8_0": 16},
 }
-_WHOLE_PANELS = dict.fromkeys(_FOUR_BITS, 32) | dict.fromkeys(_TWO_SCALES, 72) | _FLOATS
+_WHOLE_PANELS = dict.fromkeys((*_FOUR_BITS, *_CODEBOOKS), 32) | dict.fromkeys(_TWO_SCALES, 72) | _FLOATS
 _MOST["avx512_vnni"] = _WHOLE_PANELS | {"MXFP4": 32, "Q5_0": 32, "Q5_1": 32, "Q5_K": 32, "Q8_0": 24}
 _MOST["avx512_bf16"] = _MOST["avx512_vnni"]
 _MOST["avx512"] = _WHOLE_PANELS | {"MXFP4": 56, "Q5_0": 56, "Q5_1": 56, "Q5_K": 64, "Q8_0": 32, "Q6_K": 112}
 """How many instructions of a tile's loops may move vectors to or from the stack, by instruction set and product. A tile
 of Q4_1 has 128 products of bytes on AVX2 and 96 on AVX-512. Where sums of 16 bits take a part of a group's words (Q5,
-Q6_K, MXFP4) or one plane of the levels (Q8_0), the sums before are kept meanwhile."""
+Q6_K, MXFP4) or one plane of the levels (Q8_0, IQ4), the sums before are kept meanwhile."""
 
 
 def _source(name: str) -> str:

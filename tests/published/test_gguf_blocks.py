@@ -31,13 +31,12 @@ ggml 0.25.3.
 
 
 SAME = {
-    "IQ4_NL": "Q8_0", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0", "Q3_K": "Q6_K", "IQ3_XXS": "Q6_K", "IQ3_S": "Q6_K",
+    "TQ1_0": "Q4_0", "TQ2_0": "Q4_0", "Q3_K": "Q6_K", "IQ3_XXS": "Q6_K", "IQ3_S": "Q6_K",
     "IQ1_S": "Q6_K", "IQ1_M": "Q6_K", "NVFP4": "NVFP4",
 }  # fmt: skip
 """Formats that become another one with the same numbers."""
 NEAR = {
-    "IQ2_XXS": ("Q8_0", 0.03), "IQ4_XS": ("Q8_0", 0.03), "Q2_K": ("Q8_0", 0.7),
-    "IQ2_XS": ("Q8_0", 0.7), "IQ2_S": ("Q8_0", 0.7),
+    "IQ2_XXS": ("Q8_0", 0.03), "Q2_K": ("Q8_0", 0.7), "IQ2_XS": ("Q8_0", 0.7), "IQ2_S": ("Q8_0", 0.7),
 }  # fmt: skip
 """Formats that become the nearest one, and the most that this may change, in per cent."""
 SCALE_AT = {"Q2_K": 80, "Q3_K": 108, "TQ1_0": 52, "TQ2_0": 64}

@@ -21,7 +21,9 @@ from foretell.roofline.model_configs import find_model
 from foretell.utils.names import unknown
 from foretell.utils.unfinished import whole
 
-WEIGHTS: dict[str, Kind] = {"bf16": "BF16", "Q8_0": "Q8_0", "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q4_K": "Q4_K"}
+WEIGHTS: dict[str, Kind] = {
+    "bf16": "BF16", "Q8_0": "Q8_0", "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q4_K": "Q4_K", "IQ4_NL": "IQ4_NL",
+}  # fmt: skip
 """Storage types of the matrices, by the names of `--weights`. The head of Q4_K is Q6_K, of other quantised types Q8_0,
 as llama.cpp has them.
 """
@@ -143,7 +145,9 @@ def _tensors(config: ModelConfig, vocab: int, kind: Kind) -> Iterator[tuple[str,
             yield f"blk.{i}.ffn_gate_inp.weight", (c.experts.count, c.hidden), "F32"
 
 
-_STEP: dict[Kind, float] = {"Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9.2, "Q8_0": 74.0, "Q4_K": 190.0, "Q6_K": 1360.0}
+_STEP: dict[Kind, float] = {
+    "Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9.2, "Q8_0": 74.0, "Q4_K": 190.0, "Q6_K": 1360.0, "IQ4_NL": 69.0,
+}  # fmt: skip
 """Standard deviation of a weight whose block has random levels, in units of the block's scale."""
 
 

@@ -79,7 +79,7 @@ def _exit_tree(options: LayerSkipOptions) -> Shape[Predictor]:
 def self_speculative(context: BuildContext, options: SelfSpeculativeOptions) -> AnyMethod:
     """Draft & Verify: the target without some sub-layers drafts."""
     network = require_network(context)
-    layers, model = network.config.layers, context.checkpoint.base_fingerprint() if context.checkpoint else ""
+    layers, model = network.config.layers, context.checkpoint.base_fingerprint if context.checkpoint else ""
     skip = read_skip(Path(options.skip_set), model, layers) if options.skip_set else default_skip(layers)
     longest = Chain(
         options.num_speculative_tokens,

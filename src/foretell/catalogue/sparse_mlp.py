@@ -27,7 +27,7 @@ def sparse_mlp_draft(context: BuildContext, options: SparseMlpDraftOptions) -> A
             "this method needs to know which neurons to read; make a directory with `foretell calibrate sparsity` or "
             "`foretell train sparsity`, and name it as the option sparsity"
         )
-    model = context.checkpoint.base_fingerprint() if context.checkpoint else ""
+    model = context.checkpoint.base_fingerprint if context.checkpoint else ""
     sparsity = read_sparsity(Path(options.sparsity), model, network.config)
     draft = SparseTargetDrafter(sparse_network(context, sparsity.rules))
     label = f"target with a part of its neurons ({sparsity.file.method} {sparsity.file.sparsity:g})"

@@ -80,7 +80,7 @@ def target_card(context: BuildContext) -> TargetInfo:
         ValueError: transformers runs the target.
     """
     c = require_network(context).config
-    fingerprint = context.checkpoint.base_fingerprint() if context.checkpoint else ""
+    fingerprint = context.checkpoint.base_fingerprint if context.checkpoint else ""
     return TargetInfo(name=c.architecture, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
 
 
@@ -124,7 +124,7 @@ def require_draft_models(context: BuildContext) -> tuple[Runner, ...]:
     """
     models = find_draft_models(context)
     if not models:
-        fingerprint = context.checkpoint.base_fingerprint() if context.checkpoint else ""
+        fingerprint = context.checkpoint.base_fingerprint if context.checkpoint else ""
         raise ValueError(
             f"this method needs a draft model: {install_hint(DRAFT_MODEL, fingerprint)}; layer_skip needs none"
         )

@@ -9,9 +9,6 @@ from foretell.api import Model
 from foretell.bench.machine import processor_name
 from foretell.engine.pass_times import PassTimes
 from foretell.model.load.packed_cache import cache_folder, cache_limit
-from foretell.roofline.analysis import AnalyzedModel, predict_seconds
-from foretell.roofline.calibrate import pass_workload
-from foretell.roofline.formats import compute_class
 from foretell.roofline.hardware import CALIBRATED, read_hardware_file, user_hardware_file
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -42,7 +39,9 @@ def expected_pass(model: Model) -> Mapping[int, float] | None:
     file = user_hardware_file()
     if not file.is_file():
         return None
-    from foretell.cli.roofline_machine import DTYPES, number_format
+    from foretell.roofline.analysis import AnalyzedModel, predict_seconds
+    from foretell.roofline.calibrate import pass_workload
+    from foretell.roofline.formats import DTYPES, compute_class, number_format
 
     try:
         device = read_hardware_file(file).get(CALIBRATED)

@@ -10,6 +10,7 @@ from foretell.cli.options import split_commas
 from foretell.cli.roofline_options import AsCsv, AsJson, print_records
 from foretell.roofline import calibrate, records, report
 from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.formats import number_format
 from foretell.roofline.hardware import CALIBRATED, read_hardware_file, user_hardware_file
 
 
@@ -51,7 +52,7 @@ def calibrate_command(
     set_threads(threads)
     where = parse_device(device)
     key = (name or (CALIBRATED if where.type == "cpu" else "this-gpu")).lower()
-    forms = {precision: machine.number_format(precision) for precision in dtype or ["bfloat16", "int8"]}
+    forms = {precision: number_format(precision) for precision in dtype or ["bfloat16", "int8"]}
     specs = MethodSpec.parse_all(split_commas(methods)) if methods else []
     if specs and where.type != "cpu":
         raise ValueError("--methods are measured on the cpu alone; leave them out with --device cuda")

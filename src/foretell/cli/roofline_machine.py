@@ -28,10 +28,9 @@ from foretell.model.run.network import Network
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.calibrate import PROBES, PassTimer
 from foretell.roofline.drafting_time import DraftingSample, at_predicted_pace, fit_drafting_time
-from foretell.roofline.formats import NumberFormat, parse_format
+from foretell.roofline.formats import NumberFormat
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.measured import pass_seconds
-from foretell.roofline.names import look_up
 from foretell.roofline.workload import Workload
 
 BATCHES = (1, 2, 6, 14)
@@ -86,7 +85,6 @@ def _time_steps(engine: Engine, prompts: Sequence[Sequence[int]]) -> Iterator[Dr
         engine.cancel(number)
 
 
-DTYPES = {"bfloat16": "16", "int8": "8", "float32": "32"}
 PROMPT_CHUNK = 256
 ESTIMATED = "estimated"
 PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}
@@ -101,15 +99,6 @@ MAX_CPU_SHARE, MAX_TIME_SPREAD = 0.15, 0.5
 """A machine is busy above this CPU share of other programs, or this relative excess of the median over the fastest
 time.
 """
-
-
-def number_format(precision: str) -> NumberFormat:
-    """The number format of a dtype.
-
-    Raises:
-        ValueError: an unknown dtype.
-    """
-    return parse_format(look_up(DTYPES, precision, "dtype"))
 
 
 def calibration_source() -> str:

@@ -76,7 +76,7 @@ class PlanReport:
 class Plan(BaseModel, ABC):
     """The options of a plan."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 
     @abstractmethod
     def run(self, task: PlanTask) -> "PlanRun":

@@ -4,6 +4,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from foretell.roofline.names import look_up
+
+DTYPES = {"bfloat16": "16", "int8": "8", "float32": "32"}
+"""Formats by the names of dtypes."""
 SCALE_BITS = 16
 """Bits of a group's scale, and of its zero point."""
 
@@ -42,6 +46,15 @@ def parse_format(text: str) -> NumberFormat:
         raise ValueError(f"{text!r}: the group size must be at least 1")
     is_float, group_values = bool(match[1]) or bits >= 9, 2 if match[4] else 1
     return NumberFormat(text.strip().lower(), bits, is_float, group, SCALE_BITS * group_values if group else 0)
+
+
+def number_format(precision: str) -> NumberFormat:
+    """The number format of a dtype.
+
+    Raises:
+        ValueError: an unknown dtype.
+    """
+    return parse_format(look_up(DTYPES, precision, "dtype"))
 
 
 def compute_class(a: NumberFormat, b: NumberFormat) -> str:

@@ -20,7 +20,7 @@ MAX_INTEGER = 2**31 - 1
 class FrozenModel(BaseModel):
     """Immutable data; unknown keys are an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 def parse_json(text: str | bytes, source: str = "", remedy: str = "") -> Any:

@@ -13,7 +13,7 @@ from foretell.utils.validation import explain
 class MethodOptions(BaseModel):
     """The options of a method; this class has none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     @classmethod
     def from_values(cls, method: str, values: Mapping[str, object]) -> Self:

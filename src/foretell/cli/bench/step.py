@@ -42,8 +42,8 @@ def step(
     weights: Annotated[
         str,
         typer.Option(
-            help="With --shape: write random weights of this type (bf16, Q8_0, Q4_0, Q4_1 or Q4_K) to a GGUF file "
-            "once, and load it."
+            help="With --shape: write random weights of this type (bf16, Q8_0, Q4_0, Q4_1, Q4_K or IQ4_NL) to a "
+            "GGUF file once, and load it."
         ),
     ] = "",
     dtype: Annotated[

@@ -26,11 +26,12 @@ from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.rows import in_huge_pages, row_tensor, widened
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import LANES, OPERANDS, PANEL, PANEL_KINDS, PREFIX_UNIT, Precision
+from foretell.model.matrices.kinds import BLOCKS
 from foretell.model.matrices.stored import Matrix
 
 _BY_GATE, _PREDICTED = range(2)
 """`NeuronRule` of csrc/interface.h."""
-_UNITS = {"int8": 192, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256}
+_UNITS = {"int8": 192} | {kind: inputs for kind, (inputs, _) in BLOCKS.items() if inputs > PREFIX_UNIT}
 """Neurons that the kernels can only leave out together, by the kind of the weights; of other kinds `PREFIX_UNIT`."""
 
 

@@ -13,7 +13,7 @@ Precision = Literal["float32", "bfloat16", "int8", "int8-activations"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "int8-activations")
 PANEL_KINDS = (
     "F32", "BF16", "int8", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_Z",
-    "NVFP4", "BF16_2:4", "F32 by input", "BF16 by input",
+    "NVFP4", "IQ4_NL", "IQ4_XS", "BF16_2:4", "F32 by input", "BF16 by input",
 )  # fmt: skip
 """How packed weights are stored: `int8` is rotated and has groups of 192 inputs, `BF16_2:4` holds two of four
 inputs, those by input have a row of all outputs per input, the others are as in `StoredMatrix`."""

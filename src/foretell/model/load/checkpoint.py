@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ def embedding_and_head_of(decoder: Decoder) -> EmbeddingAndHead:
 
 
 class Checkpoint(ABC):
-    """A checkpoint that foretell's decoder runs; every call reads the weights again."""
+    """A checkpoint that foretell's decoder runs; every call reads the weights again, the fingerprint once."""
 
     def __init__(self, config: ModelConfig, weights: Weights, device: torch.device) -> None:
         self.config, self._weights, self._device = config, weights, device
@@ -107,9 +107,10 @@ class Checkpoint(ABC):
 
     def fingerprint(self) -> str:
         """See `model_fingerprint`; with an adapter it is another one."""
-        base, adapter = self.base_fingerprint(), self._weights.adapter
+        base, adapter = self.base_fingerprint, self._weights.adapter
         return hashlib.sha256(f"{base} {adapter}".encode()).hexdigest()[:16] if adapter else base
 
+    @cached_property
     def base_fingerprint(self) -> str:
         """The fingerprint of the model without its adapter, for which speculators are trained and installed."""
         return model_fingerprint(self.config, self._weights.unadapted)

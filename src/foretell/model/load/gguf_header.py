@@ -26,7 +26,7 @@ _MOST_BYTES, _MOST_AXES = 1 << 40, 8
 _LEAST_TENSOR_BYTES, _LEAST_KEY_BYTES = 24, 13
 KIND_OF_TYPE: Mapping[int, Kind] = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
-    30: "BF16", 39: "MXFP4",
+    20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4",
 }  # fmt: skip
 """The known storage types by their numbers in the file; the `gguf` package, which takes time to import, knows more."""
 

@@ -68,7 +68,7 @@ def _grid(name: str) -> Array:
     return levels.view(np.uint32 if levels.shape[1] == 4 else np.uint64)[:, 0]
 
 
-def _levels(name: str, index: Array, signs: UInt8[Array, "b n"] | None = None) -> Int8[Array, "b n"]:
+def _levels(name: str, index: Array, signs: UInt8[Array, "b eighths"] | None = None) -> Int8[Array, "b n"]:
     """The levels of indices, times the signs of eight by the bits of a byte."""
     levels: Array = np.take(_grid(name), index).view(np.int8)
     if signs is not None:
@@ -87,12 +87,6 @@ def _signs(index: Array) -> UInt8[Array, "b n"]:
     from gguf.quants import IQ2_XXS
 
     return np.take(np.frombuffer(IQ2_XXS.ksigns, np.uint8), index)
-
-
-def _four_bits(raw: UInt8[Array, "b bytes"]) -> Int8[Array, "b n"]:
-    from gguf.quants import IQ4_NL
-
-    return np.take(np.array(IQ4_NL.kvalues, np.int8), _fields(raw, _NIBBLES, 15, 16))
 
 
 def _iq2_xxs(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
@@ -143,16 +137,6 @@ def _iq1_m(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     return _q6_k(levels, 2 * _fields(words, (0, 3, 6, 9), 7) + 1, unit)
 
 
-def _iq4_nl(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
-    return _q8_0(_four_bits(raw[:, 2:]), _float16(raw[:, :2]) * factor)
-
-
-def _iq4_xs(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
-    high = _fields(np.ascontiguousarray(raw[:, 2:4]).view(np.uint16), range(0, 16, 2), 3)
-    scales = (_fields(raw[:, 4:8], _NIBBLES, 15) | high << 4).astype(np.float32) - 32
-    return _q8_0(_four_bits(raw[:, 8:]), _float16(raw[:, :2]) * factor * scales)
-
-
 def _q2_k(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     units = _float16(raw[:, 80:82]) * factor, _float16(raw[:, 82:84]) * factor
     levels = _fields(raw[:, 16:80], _TWO_BITS, 3, 32)
@@ -181,19 +165,19 @@ def _nvfp4(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     return np.concatenate([np.full((len(raw), 1), factor, np.float32).view(np.uint8), scales, raw[:, 4:]], 1)
 
 
-def _q4_0(levels: UInt8[Array, "b n"], unit: Float[Array, "b 1"]) -> UInt8[Array, "b bytes"]:
+def _q4_0(levels: UInt8[Array, "b n"], unit: Float[Array, "b 1"]) -> UInt8[Array, "blocks bytes"]:
     parts = levels.reshape(-1, 2, 16)
     scales = np.repeat(_as_float16(unit), levels.shape[1] // 32, 0)
     return np.concatenate([scales, parts[:, 0] | parts[:, 1] << 4], 1)
 
 
-def _q8_0(levels: Int8[Array, "b n"], scale: Float[Array, "b s"]) -> UInt8[Array, "b bytes"]:
+def _q8_0(levels: Int8[Array, "b n"], scale: Float[Array, "b s"]) -> UInt8[Array, "blocks bytes"]:
     return np.concatenate([_as_float16(scale.reshape(-1, 1)), levels.reshape(-1, 32).view(np.uint8)], 1)
 
 
 def _rounded(
     levels: Array, scale: Float[Array, "b 16"], offset: Float[Array, "b 16"] | None = None
-) -> UInt8[Array, "b bytes"]:
+) -> UInt8[Array, "blocks bytes"]:
     """Levels times their scales, less offsets, as the nearest ones of Q8_0."""
     numbers = levels.reshape(len(levels), -1, 16) * scale[..., None].astype(np.float32)
     if offset is not None:
@@ -225,10 +209,8 @@ _NEAREST: Mapping[int, Nearest] = {
     17: Nearest("Q8_0", 0.6, _iq2_xs),
     18: Nearest("Q6_K", 0.0, _iq3_xxs),
     19: Nearest("Q6_K", 0.0, _iq1_s),
-    20: Nearest("Q8_0", 0.0, _iq4_nl),
     21: Nearest("Q6_K", 0.0, _iq3_s),
     22: Nearest("Q8_0", 0.6, _iq2_s),
-    23: Nearest("Q8_0", 0.02, _iq4_xs),
     29: Nearest("Q6_K", 0.0, _iq1_m),
     34: Nearest("Q4_0", 0.0, _tq1_0),
     35: Nearest("Q4_0", 0.0, _tq2_0),

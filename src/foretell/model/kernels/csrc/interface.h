@@ -29,9 +29,11 @@ enum Kind : int32_t {
   kMXFP4 = 11,
   kQ4_Z = 12,
   kNVFP4 = 13,
-  kTwoOfFour = 14,
-  kFloat32ByInput = 15,
-  kBfloat16ByInput = 16
+  kIQ4_NL = 14,
+  kIQ4_XS = 15,
+  kTwoOfFour = 16,
+  kFloat32ByInput = 17,
+  kBfloat16ByInput = 18
 };
 // What the inputs of a product are rounded to: float32, bfloat16, int8 as kInt8 weights need them, or int8 with one
 // scale per 32 inputs. Blocks of a GGUF file are multiplied with all but the third, kTwoOfFour with the first two.

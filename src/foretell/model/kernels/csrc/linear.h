@@ -56,6 +56,10 @@ auto with_blocks(int32_t kind, const Run& run) {
       return run(TypeTag<MXFP4>());
     case kNVFP4:
       return run(TypeTag<NVFP4>());
+    case kIQ4_NL:
+      return run(TypeTag<IQ4_NL>());
+    case kIQ4_XS:
+      return run(TypeTag<IQ4_XS>());
     case kTwoOfFour:
       return run(TypeTag<TwoOfFour>());
     default:

@@ -61,7 +61,8 @@ inline void put_half(void* base, int output, const uint8_t* source) {
 // Each kind: inputs and bytes of a block in the file; `kWords`, words of a block in a panel; whether a group has an
 // offset of its own, or else the level that stands for zero; whether it has two scales; its largest level. For 16
 // outputs, half 0 or 1 of a panel: `level`, the levels of word k of a group as bytes, byte j that of input 4 k + j;
-// `scale`, of a group, or of its inputs 0 to 15 (part 0) and of the others where it has two; `offset`.
+// where these have eight bits `nibble`, their low ones (plane 0) or their high ones; `scale`, of a group, or of its
+// inputs 0 to 15 (part 0) and of the others where it has two; `offset`.
 
 struct Symmetric {
   static constexpr bool kOffset = false, kTwoScales = false;
@@ -128,6 +129,9 @@ struct Q8_0 : Symmetric {
   }
   __attribute__((always_inline)) static Word level(const uint32_t* panel, int, int half, int k) {
     return load<Word>(panel + kPanel * k + kLanes * half);
+  }
+  __attribute__((always_inline)) static Word nibble(const uint32_t* panel, int, int half, int k, int plane) {
+    return level(panel, 0, half, k) >> 4 * plane & splat(0x0F0F0F0Fu);
   }
   __attribute__((always_inline)) static Float scale(const uint32_t* panel, int, int half, int) {
     return load_halves(panel + 8 * kPanel + kLanes / 2 * half);
@@ -267,6 +271,48 @@ struct NVFP4 {
   }
 };
 
+// Four bits choose one of 16 numbers between -127 and 113. Levels are these plus 127.
+struct IQ4_NL : Q4_0 {
+  static constexpr int kZero = 127, kMost = 240;
+  __attribute__((always_inline)) static Word level(const uint32_t* panel, int group, int half, int k) {
+    alignas(16) static constexpr uint8_t kTable[16] = {0,   23,  44,  62,  78,  92,  105, 117,
+                                                       128, 140, 152, 165, 180, 196, 216, 240};
+    return lookup_bytes(kTable, Q4_0::level(panel, group, half, k));
+  }
+  __attribute__((always_inline)) static Word nibble(const uint32_t* panel, int group, int half, int k, int plane) {
+    alignas(16) static constexpr uint8_t kTables[2][16] = {{0, 7, 12, 14, 14, 12, 9, 5, 0, 12, 8, 5, 4, 4, 8, 0},
+                                                           {0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 11, 12, 13, 15}};
+    return lookup_bytes(kTables[plane], Q4_0::level(panel, group, half, k));
+  }
+};
+
+// The same numbers in blocks of 256; groups of 32 have a scale of 6 bits, less 32, in units of the block's
+// half-precision number. In a panel the block begins with these units and the scales of its groups, in bytes.
+struct IQ4_XS : Symmetric {
+  static constexpr int kInputs = 256, kBytes = 136, kZero = IQ4_NL::kZero, kMost = IQ4_NL::kMost;
+  static constexpr int kUnits = kPanel / 2, kLevels = kUnits + 8 * kPanel / 4, kPerGroup = 4 * kPanel;
+  static constexpr int kWords = kLevels + 8 * kPerGroup;
+
+  static void pack(const uint8_t* block, uint32_t* panel, int output) {
+    put_half(panel, output, block);
+    for (int j = 0; j < 8; ++j) {
+      const int low = block[4 + j / 2] >> (4 * (j % 2)) & 15, high = block[2 + j / 4] >> (2 * (j % 4)) & 3;
+      ((int8_t*)(panel + kUnits))[kPanel * j + output] = (int8_t)((low | high << 4) - 32);
+      pack_halves(panel + kLevels + j * kPerGroup, output, block + 8 + 16 * j);
+    }
+  }
+  __attribute__((always_inline)) static Word level(const uint32_t* panel, int j, int half, int k) {
+    return IQ4_NL::level(panel + kLevels + j * kPerGroup, 0, half, k);
+  }
+  __attribute__((always_inline)) static Word nibble(const uint32_t* panel, int j, int half, int k, int plane) {
+    return IQ4_NL::nibble(panel + kLevels + j * kPerGroup, 0, half, k, plane);
+  }
+  __attribute__((always_inline)) static Float scale(const uint32_t* panel, int j, int half, int) {
+    const int8_t* bytes = (const int8_t*)(panel + kUnits) + kPanel * j + kLanes * half;
+    return load_halves(panel + kLanes / 2 * half) * to_float(load_bytes<int8_t>(bytes));
+  }
+};
+
 template <class K>
 size_t quantized_panel_words(int in) {
   return (size_t)in / K::kInputs * K::kWords;
@@ -399,8 +445,10 @@ struct QuantizedProduct {
           Word levels[kHalves];
 #pragma GCC unroll 2
           for (int h = 0; h < kHalves; ++h) {
-            levels[h] = K::level(panel, group, half + h, k);
-            if (kPlanes == 2) levels[h] = (plane ? levels[h] >> 4 : levels[h]) & splat(0x0F0F0F0Fu);
+            if constexpr (kPlanes == 2)
+              levels[h] = K::nibble(panel, group, half + h, k, plane);
+            else
+              levels[h] = K::level(panel, group, half + h, k);
           }
 #pragma GCC unroll 8
           for (int t = 0; t < T; ++t) {
