@@ -203,7 +203,8 @@ def test_the_commands() -> None:
         ),
         (["plan", "llama-3-8b", "--tokens", "3", "--tau", "7"], "yields 1 to 4 tokens per pass, found 7"),
         (["analyze", "llama-3-8b", "--sweep", "batch=1:256:0"], "its step must be above 0"),
-        (["published", "--fit", "datasheet"], "nothing of the runtime 'datasheet' is fitted"),
+        (["published", "--fit", "datasheet"], "unknown --fit 'datasheet'"),
+        (["published", "--fit", "nope"], "Known: acceptance, compiled, eager, eager-hub, expanding, graphs"),
         pytest.param(["published", "--out", "/nowhere/x.png"], "there is no directory", marks=pytest.mark.exhaustive),
     ],
 )

@@ -21,7 +21,7 @@ from foretell.cli.roofline_options import (
 from foretell.roofline import records
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.cli_inputs import GivenDevice
-from foretell.roofline.fit_runtime import refit
+from foretell.roofline.fit_runtime import FITTED, refit
 from foretell.roofline.fitted_acceptance import fit_terms, published_tokens, unseen_errors
 from foretell.roofline.hardware import CALIBRATED, known_hardware
 from foretell.roofline.measured import compare_measured, measured_workload
@@ -29,6 +29,7 @@ from foretell.roofline.model_configs import find_model
 from foretell.roofline.published import compare_published, group_errors
 from foretell.roofline.published_loads import compare_loads, load_settings
 from foretell.roofline.runtime import find_runtime
+from foretell.utils.names import unknown
 from foretell.utils.paths import require_file_place
 
 
@@ -58,6 +59,9 @@ def published_command(
         title = "Published and simulated gains under load"
         print_records([records.compared_load_record(c) for c in compared_loads], as_json, as_csv, title)
         return
+    choices = ("acceptance", *FITTED)
+    if fit is not None and fit not in choices:
+        raise unknown("--fit", fit, choices)
     if fit == "acceptance":
         fitted = fit_terms(published_tokens())
         print_records(records.acceptance_records(fitted), as_json, as_csv)
