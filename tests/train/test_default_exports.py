@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from training_helpers import settings, target, task
 
 from command import tiny_target
@@ -10,6 +11,7 @@ from foretell.speculator.export import export
 from foretell.speculator.formats import EXPORTS
 from foretell.speculator.formats.base import Verifier
 from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.dflash import DFlash
 
 KINDS = {f.kind: f.name for f in sorted(EXPORTS, key=lambda f: f.name == "speculators") if f.name != "gguf"}
 """A format for every kind."""
@@ -28,3 +30,17 @@ def test_a_training_without_options_is_exported(tmp_path: Path, kind: str) -> No
         assert (tmp_path / "exported" / "model.safetensors").is_file()
     else:
         assert model.speculator(str(tmp_path / "exported")).kind == kind
+
+
+@pytest.mark.parametrize("correction", ["selector", "domino", "refiner", "lattice"])
+def test_trained_heads_of_dflash_are_exported(tmp_path: Path, correction: str) -> None:
+    options = {"correction": correction, "markov_rank": "0", "convolution": str(correction == "selector")}
+    job = task(settings(tmp_path / "out", recipe="dflash", options=options, draft_vocab=0))
+    network, model = job.recipe.network, target(str(tiny_target()))
+    assert isinstance(network, DFlash)
+    name = "speculators" if correction == "refiner" else "dflash"
+    export(network, Verifier("owner/target", model.config, model.codec), name, tmp_path / "exported")
+    again = model.speculator(str(tmp_path / "exported"))
+    assert isinstance(again, DFlash) and again.config.correction == network.config.correction
+    for one, other in zip(network.correction.parameters(), again.correction.parameters(), strict=True):
+        assert torch.equal(one, other.to(one))

@@ -15,6 +15,9 @@ from foretell.engine.request import Request
 from foretell.model.block.decoder import Decoder
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, RootOnly
+from foretell.speculator.network.base import TokenSubset
+from foretell.speculator.network.corrections import Candidates
+from foretell.speculator.network.dflash import BlockPredictions
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.objective.block import (
     block_loss,
@@ -99,6 +102,7 @@ def test_anchors_are_tokens_of_the_answer_and_places_end_where_labels_do() -> No
         pytest.param({"window": "6"}, marks=pytest.mark.exhaustive),
         pytest.param({"correction": "selector", "convolution": "1", "markov_rank": "0"}, marks=pytest.mark.exhaustive),
         pytest.param({"correction": "domino", "markov_rank": "0"}, marks=pytest.mark.exhaustive),
+        {"correction": "lattice", "markov_rank": "0", "candidates": "24"},
         pytest.param({"causal": "true", "weighting": "uniform", "markov_rank": "0"}, marks=pytest.mark.exhaustive),
         pytest.param(
             {"correction": "refiner", "markov_rank": "0", "predicts_from_anchor": "true", "candidates": "24"},
@@ -131,6 +135,50 @@ def test_a_small_set_is_learned_by_heart(options: dict[str, str]) -> None:
     again, passes = answers_of(network, Method(drafter, Chain(3, draw=False), Match()), requests)
     assert again == answers
     assert 4 * 20 / passes > 1.8
+
+
+def test_a_lattice_learns_the_right_token_where_both_it_and_the_one_before_are_candidates() -> None:
+    decoder = tiny_decoder(replace(TINY, vocab=64, layers=3), dtype=torch.float32)
+    wanted = {"block_size": "4", "markov_rank": "0", "correction": "lattice", "candidates": "0"}
+    recipe = DFlashRecipe.build(RecipeSetup(CARD, decoder.config, embedding_and_head(decoder), options=wanted))
+    texts = [random_tokens(20, 64, seed=i) for i in range(3)]
+    network, batch = recipe.network, batch_of(decoder, texts, 2, recipe.hidden_layers)
+    anchor = torch.arange(2, 16).expand(3, -1)
+    each = torch.ones(3, 14, 3, dtype=torch.bool)
+    features, right = batch.features[: len(network.hidden_layers)], torch.randint(64, (3 * 14 * 3,))
+    with torch.no_grad():
+        found = network(batch.token, features, anchor, each, None, right)
+    likeliest = found.uncorrected.topk(8).indices
+    log_q, rows, learned = found.logits.log_softmax(-1), torch.arange(len(right)), 0
+    for k, (slot, token) in enumerate(zip(rows % 3, batch.token[:, 2:18].unfold(1, 3, 1).flatten(), strict=True)):
+        # The token that slot `s` follows is at `anchor + s`.
+        known = slot == 0 or token in likeliest[k - 1]
+        one = float(found.candidates.scores[k].log_softmax(-1)[0])
+        if known and right[k] in likeliest[k]:
+            assert found.candidates.index[k, 0] == right[k] and one == pytest.approx(float(log_q[k, right[k]]))
+            learned += 1
+        else:
+            assert one == 0
+    assert 3 < learned < len(right) / 3
+    # The same tokens are candidates where the logits are of a part of the vocabulary, in other columns.
+    columns = likeliest.unique()
+    part = network(batch.token, features, anchor, each, TokenSubset(columns, torch.zeros(len(columns))), None)
+    assert torch.equal(columns[part.logits.topk(8).indices.sort().values], likeliest.sort().values)
+
+
+def test_what_a_lattice_learns_is_weighted_as_published() -> None:
+    decoder = tiny_decoder(replace(TINY, vocab=64, layers=3), dtype=torch.float32)
+    wanted = {"markov_rank": "0", "correction": "lattice"}
+    recipe = DFlashRecipe.build(RecipeSetup(CARD, decoder.config, embedding_and_head(decoder), options=wanted))
+    target, alone, scores = 2 * torch.randn(5, 64), torch.randn(5, 64), 8 * torch.randn(5, 8)
+    index = target.topk(8).indices
+    losses, _ = recipe._losses(BlockPredictions(alone, None, alone, Candidates(scores, index)), target)
+    expected = place_losses(alone, target, 0.3, "cross_entropy")[0]
+    for k in range(5):
+        q = scores[k].softmax(-1)
+        regret = sum(q[i] * (target[k].max() - target[k, index[k, i]]) for i in range(8))
+        expected[k] += -0.25 * q[0].log() + 0.25 * regret
+    torch.testing.assert_close(losses, expected)
 
 
 def answers_of(network: Decoder, method: AnyMethod, requests: Sequence[Request]) -> tuple[list[list[int]], int]:

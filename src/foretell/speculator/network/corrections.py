@@ -8,10 +8,11 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import nn
 
+from foretell.speculator.network.base import TokenSubset
 from foretell.speculator.network.layer import make_norm
 from foretell.utils.validation import FrozenModel
 
@@ -60,6 +61,14 @@ class Nodes(NamedTuple):
         return self.path.gather(1, self.slot[:, None] + 1)[:, 0]
 
 
+class Candidates(NamedTuple):
+    """The tokens that a head chooses among after `k` nodes, the right one first."""
+
+    scores: Float[torch.Tensor, "k c"]
+    index: Int[torch.Tensor, "k c"]
+    """Where they stand among the logits."""
+
+
 class CorrectionConfig(FrozenModel):
     """Configuration of such a head."""
 
@@ -69,8 +78,8 @@ class Correction(nn.Module, ABC):
     drafted.
     """
 
-    def prepare(self, blocks: Blocks, embed: Embed) -> Blocks:
-        """The blocks with what is computed once for each."""
+    def prepare(self, blocks: Blocks, embed: Embed, subset: TokenSubset | None = None) -> Blocks:
+        """The blocks with what is computed once for each; `subset`: their logits are of these tokens."""
         return blocks
 
     @abstractmethod
@@ -106,14 +115,14 @@ class Selector(Correction):
 
     def score_with(
         self, right: Int[torch.Tensor, " k"], blocks: Blocks, nodes: Nodes, columns: Int[torch.Tensor, " w"] | None
-    ) -> Float[torch.Tensor, "k c"]:
-        """Scores of the right tokens (of the logits' columns) and of the likeliest others, as many as candidates."""
+    ) -> Candidates:
+        """The right tokens (of the logits' columns) and the likeliest others, as many as candidates."""
         logits = blocks.logits_at(nodes)
         others = logits.scatter(1, right[:, None], float("-inf"))
         best = others.topk(min(self._candidates - 1, logits.shape[-1] - 1)).indices
         index = torch.cat((right[:, None], best), -1)
         tokens = index if columns is None else columns[index]
-        return logits.gather(1, index) + self.pair_scores(blocks, nodes, tokens)
+        return Candidates(logits.gather(1, index) + self.pair_scores(blocks, nodes, tokens), index)
 
     def pair_scores(self, blocks: Blocks, nodes: Nodes, tokens: Int[torch.Tensor, "k c"]) -> Float[torch.Tensor, "k c"]:
         """What these tokens get for following the nodes' tokens."""
@@ -196,7 +205,7 @@ class Refiner(Correction):
         self.mlp_down = nn.Linear(r * config.ratio, r, bias=False)
         self.readout = nn.Linear(r, outputs, bias=False)
 
-    def prepare(self, blocks: Blocks, embed: Embed) -> Blocks:
+    def prepare(self, blocks: Blocks, embed: Embed, subset: TokenSubset | None = None) -> Blocks:
         """What the slots' states and their mean contribute, [n s 2r]."""
         mean = self.down_g(blocks.states.mean(1, keepdim=True))
         own = self.down_h(blocks.states)
@@ -297,16 +306,18 @@ class Lattice(Correction):
         self.out_head, self.in_head = nn.Linear(width, config.factors), nn.Linear(width, config.factors)
         self.anchor_out_head = nn.Linear(width, config.factors)
 
-    def prepare(self, blocks: Blocks, embed: Embed) -> Blocks:
+    def prepare(self, blocks: Blocks, embed: Embed, subset: TokenSubset | None = None) -> Blocks:
         """The candidates of every slot, and their scores after the anchor and after those of the slot before."""
         c = self._config
         log_p = torch.log_softmax(blocks.logits.float(), -1)
-        best = log_p.topk(c.candidates)
-        x = self._nodes(best.values, embed(best.indices), blocks.states[:, -log_p.shape[1] :])
-        bias = self._bias(log_p.shape[1])
+        log_p = log_p if subset is None else log_p - subset.logit_offset
+        best = log_p.topk(min(c.candidates, log_p.shape[-1]))
+        tokens = best.indices if subset is None else subset.columns[best.indices]
+        x = self._nodes(best.values, embed(tokens), blocks.states[:, -log_p.shape[1] :])
+        bias = self._bias(*tokens.shape[1:])
         for layer in self.layers:
             x = layer(x, bias)
-        z = self.output_norm(x).unflatten(1, (-1, c.candidates))
+        z = self.output_norm(x).view(*tokens.shape, -1)
         anchor = self.anchor_norm(self.context_proj(blocks.feature))
         beside = anchor[:, None, None].expand_as(z)
         f = F.silu(self.factor_input_proj(torch.cat((z, beside, z * beside), -1)))
@@ -316,7 +327,8 @@ class Lattice(Correction):
         )
         first = (start[:, None] @ to[:, 0].transpose(1, 2))[:, 0]
         pairs = from_[:, :-1] @ to[:, 1:].transpose(-1, -2)
-        return blocks._replace(prepared=(best.indices, best.values, c.logit_scale * first, c.logit_scale * pairs))
+        scores = c.logit_scale * first, c.logit_scale * pairs
+        return blocks._replace(prepared=(best.indices, tokens, best.values, *scores))
 
     def _nodes(
         self,
@@ -330,27 +342,48 @@ class Lattice(Correction):
         features = torch.stack([part.expand_as(log_p) for part in parts], -1).to(states.dtype)
         x = embedded if self.token_proj is None else self.token_proj(embedded)
         x = x + self.pass_hidden_proj(states)[:, :, None] + _apply_two(self.feature_mlp, self.feature_norm(features))
-        return (x + self.slot_embedding[0] + self.rank_embedding[0]).flatten(1, 2)
+        return (x + self.slot_embedding[0] + self.rank_embedding[0, ..., : log_p.shape[-1], :]).flatten(1, 2)
 
-    def _bias(self, slots: int) -> Float[torch.Tensor, "h t t"]:
+    def _bias(self, slots: int, candidates: int) -> Float[torch.Tensor, "h t t"]:
         """What the distance of two candidates' slots adds to the attention."""
-        slot = torch.arange(slots, device=self.same_slot_bias.device).repeat_interleave(self._config.candidates)
+        slot = torch.arange(slots, device=self.same_slot_bias.device).repeat_interleave(candidates)
         distance = slot[:, None] - slot
         bias = self.relative_slot_bias[:, distance + self.relative_slot_bias.shape[1] // 2]
         return bias + (distance == 0) * self.same_slot_bias[:, None, None]
 
     def forward(self, blocks: Blocks, nodes: Nodes, embed: Embed, columns: Columns = None) -> Logits:
         """The scores of the candidates, and minus infinity; after a token that was none, their log-probabilities."""
-        tokens, log_p, first, pairs = blocks.prepared
+        index, scores, _ = self._scores_after(blocks, nodes)
         out = torch.full_like(blocks.logits_at(nodes), float("-inf"))
-        earlier = (nodes.slot - 1).clamp_min(0)
+        return out.scatter(1, index, scores.to(out.dtype))
+
+    def score_with(self, right: Int[torch.Tensor, " k"], blocks: Blocks, nodes: Nodes) -> Candidates:
+        """The candidates with the right tokens first. Where these or the tokens before are none, nothing is to be
+        learned: the first is certain then.
+        """
+        index, scores, known = self._scores_after(blocks, nodes)
+        is_right = index == right[:, None]
+        order = is_right.int().argsort(dim=-1, descending=True, stable=True)
+        certain = torch.full_like(scores, float("-inf"))
+        certain[:, 0] = 0
+        learned = (known & is_right.any(-1))[:, None]
+        return Candidates(torch.where(learned, scores.gather(1, order), certain), index.gather(1, order))
+
+    def _scores_after(
+        self, blocks: Blocks, nodes: Nodes
+    ) -> tuple[Int[torch.Tensor, "k c"], Float[torch.Tensor, "k c"], Bool[torch.Tensor, " k"]]:
+        """Where the candidates of the next slot stand among the logits, their scores, and whether the nodes' tokens are
+        candidates themselves.
+        """
+        index, tokens, log_p, first, pairs = blocks.prepared
+        earlier, begins = (nodes.slot - 1).clamp_min(0), nodes.slot == 0
         same = tokens[nodes.block, earlier] == nodes.token[:, None]
         row = log_p[nodes.block, nodes.slot]
         if pairs.shape[1]:
             after = pairs[nodes.block, earlier, same.int().argmax(-1)]
             row = torch.where(same.any(-1, keepdim=True), after, row)
-        row = torch.where((nodes.slot == 0)[:, None], first[nodes.block], row)
-        return out.scatter(1, tokens[nodes.block, nodes.slot], row.to(out.dtype))
+        row = torch.where(begins[:, None], first[nodes.block], row)
+        return index[nodes.block, nodes.slot], row, begins | same.any(-1)
 
 
 def read_out(

@@ -21,7 +21,15 @@ from foretell.speculator.network.base import TokenSubset, check_mask_token
 from foretell.speculator.network.block_attention import BlockAttention
 from foretell.speculator.network.block_layer import BlockLayer
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS, CachedLayersConfig, CachedLayersNetwork
-from foretell.speculator.network.corrections import AnyCorrection, Blocks, Nodes, Selector, make_correction
+from foretell.speculator.network.corrections import (
+    AnyCorrection,
+    Blocks,
+    Candidates,
+    Lattice,
+    Nodes,
+    Selector,
+    make_correction,
+)
 from foretell.speculator.network.layer import EagleLayer, make_norm
 
 _MOST_READ_LAYERS = 5
@@ -112,8 +120,8 @@ class BlockPredictions(NamedTuple):
     """Logits of the confidence head; None: there is none."""
     uncorrected: Float[torch.Tensor, "k w"] | None = None
     """The logits before the correction; None: there is none."""
-    candidates: Float[torch.Tensor, "k c"] | None = None
-    """Scores of a selector for its candidates, the right token first; None: there is none."""
+    candidates: Candidates | None = None
+    """What a selector or a lattice chooses among; None: there is none."""
 
 
 class DFlash(CachedLayersNetwork):
@@ -228,7 +236,7 @@ class DFlash(CachedLayersNetwork):
     ) -> Blocks:
         """The logits of blocks from inputs of the output head at their slots and the feature before their anchors."""
         blocks = Blocks(states, self.compute_logits(self.predicting_slots(states), subset), feature)
-        return blocks if self.correction is None else self.correction.prepare(blocks, self.embed)
+        return blocks if self.correction is None else self.correction.prepare(blocks, self.embed, subset)
 
     def logits_after(
         self, blocks: Blocks, nodes: Nodes, subset: TokenSubset | None = None
@@ -291,7 +299,7 @@ class DFlash(CachedLayersNetwork):
     ) -> BlockPredictions:
         """Predictions of the `wanted` slots of blocks whose anchors are at the positions `anchor`; `subset`: of these
         tokens only. What corrects a slot reads the true tokens before it. `right`: which of the tokens each wanted slot
-        should predict, for a selector.
+        should predict, for a selector or a lattice.
         """
         b, a = anchor.shape
         angles = self.rope_angles(torch.arange(token.shape[1], device=token.device))
@@ -318,4 +326,6 @@ class DFlash(CachedLayersNetwork):
         candidates = None
         if isinstance(self.correction, Selector) and right is not None:
             candidates = self.correction.score_with(right, blocks, nodes, None if subset is None else subset.columns)
+        elif isinstance(self.correction, Lattice) and right is not None:
+            candidates = self.correction.score_with(right, blocks, nodes)
         return BlockPredictions(self.logits_after(blocks, nodes, subset), None, blocks.logits_at(nodes), candidates)

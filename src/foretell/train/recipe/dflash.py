@@ -12,7 +12,7 @@ from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.engine.method import AnyMethod
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS
-from foretell.speculator.network.corrections import DominoConfig, RefinerConfig, SelectorConfig
+from foretell.speculator.network.corrections import DominoConfig, LatticeConfig, RefinerConfig, SelectorConfig
 from foretell.speculator.network.dflash import BlockPredictions, DFlash, DFlashConfig
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
@@ -35,8 +35,13 @@ CORRECTIONS = {
     "selector": SelectorConfig(),
     "domino": DominoConfig(inner=256),
     "refiner": RefinerConfig(rank=64),
+    "lattice": LatticeConfig(width=128, heads=4, factors=64),
 }
 """Heads by name; the published sizes are for targets ten times as wide."""
+CANDIDATE_WEIGHTS = {"selector": (1.0, 0.0), "lattice": (0.25, 0.25)}
+"""Weights of what heads that choose among candidates learn beside the loss of the slots: the cross-entropy of the right
+token, and the expected difference of the target's logits between it and the choice.
+"""
 
 
 class DFlashTraining(LayerOptions):
@@ -59,8 +64,8 @@ class DFlashTraining(LayerOptions):
     """Train a confidence head (DSpark), which weights the nodes of draft trees."""
     convolution: bool = False
     """Mix neighbouring slots in every layer (two taps, DFlash-2); such layers do not run on the CPU kernels."""
-    correction: Literal["", "selector", "domino", "refiner"] = ""
-    """Train a head that corrects a slot by the tokens before it: DFlash-2's, Domino's or XPress's."""
+    correction: Literal["", "selector", "domino", "refiner", "lattice"] = ""
+    """Train a head that corrects a slot by the tokens before it: DFlash-2's, Domino's, XPress's or LiLiCorr's."""
     uncorrected: float = Field(0.6, ge=0)
     """Weight of the loss before that correction beside the loss after it (XPress)."""
     qk_norm: bool = True
@@ -132,15 +137,20 @@ class DFlashRecipe(LabelledRecipe):
     def _losses(
         self, predictions: BlockPredictions, expected: Float[torch.Tensor, "k w"]
     ) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, " k"]]:
-        """The losses at all places, and the probabilities of the target's most probable tokens. A selector learns to
-        tell the right token among its candidates, beside the loss of the slots alone (DFlash-2).
+        """The losses at all places, and the probabilities of the target's most probable tokens. A selector and a
+        lattice learn to tell the right token among their candidates, beside the loss of the slots alone (DFlash-2,
+        LiLiCorr).
         """
         o, uncorrected = self.options, predictions.uncorrected
         if uncorrected is None:
             return place_losses(predictions.logits, expected, o.hard, o.objective)
         alone, right = place_losses(uncorrected, expected, o.hard, o.objective)
-        if predictions.candidates is not None:
-            return alone - predictions.candidates.log_softmax(-1)[:, 0], right
+        if predictions.candidates is not None and self.config.correction is not None:
+            log_q = predictions.candidates.scores.log_softmax(-1)
+            logits = expected.gather(1, predictions.candidates.index)
+            difference = (log_q.exp() * (logits[:, :1] - logits)).sum(-1)
+            weight, weight_of_difference = CANDIDATE_WEIGHTS[self.config.correction.kind]
+            return alone - weight * log_q[:, 0] + weight_of_difference * difference, right
         corrected, right = place_losses(predictions.logits, expected, o.hard, o.objective)
         return corrected + o.uncorrected * alone, right
 

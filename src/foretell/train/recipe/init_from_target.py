@@ -10,6 +10,7 @@ from foretell.model.block.linear import Linear
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.block_layer import TwoTapConvolution
 from foretell.speculator.network.cached_layers import CachedLayersNetwork
+from foretell.speculator.network.corrections import Lattice
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
@@ -64,8 +65,10 @@ def init_dflash_from_target(network: DFlash, decoder: Decoder | None, seed: int)
         network.markov_in.weight.copy_(torch.randn(network.markov_in.weight.shape, generator=generator))
         network.markov_out.weight.zero_()
     for name, parameter in () if network.correction is None else network.correction.named_parameters():
-        scale = parameter.shape[-1] ** -0.5 if name.startswith("prefix_gru") else NOISE_SCALE
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+        if parameter.ndim > 1:  # the others are norms and biases
+            of_inputs = name.startswith("prefix_gru") or (isinstance(network.correction, Lattice) and "weight" in name)
+            scale = parameter.shape[-1] ** -0.5 if of_inputs else NOISE_SCALE
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     if decoder is not None and decoder.config.hidden == d:
         copy_last_blocks(network, decoder, torch.ones(d), DFLASH_OUTPUT_SCALE)
         network.norm.weight.copy_(decoder.norm.weight)
