@@ -42,5 +42,6 @@ def test_trained_heads_of_dflash_are_exported(tmp_path: Path, correction: str) -
     export(network, Verifier("owner/target", model.config, model.codec), name, tmp_path / "exported")
     again = model.speculator(str(tmp_path / "exported"))
     assert isinstance(again, DFlash) and again.config.correction == network.config.correction
+    assert network.correction is not None and again.correction is not None
     for one, other in zip(network.correction.parameters(), again.correction.parameters(), strict=True):
         assert torch.equal(one, other.to(one))
