@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from foretell.accept import LenientRejection, Rejection
+from foretell.accept import LenientRejection
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.api import Model
 from foretell.catalogue import self_drafting
@@ -286,7 +286,6 @@ MUTANTS: Mapping[str, Mutant] = {
         ("ngram", "draft_model", "quantised_draft", "layer_skip", "eagle3", "dflash"), redrafted(at_random)
     ),
     "acceptor ignores the target": Mutant(("draft_model",), accepts(AcceptsAll())),
-    "tokens tested one by one": Mutant(("block_verification",), accepts(Rejection())),
     "acceptor ignores its lenience": Mutant(("lenience_lossy",), accepts(LenientRejection(1.0))),
     "ancestors' mask dropped": Mutant(("eagle3",), world=no_tree_mask),
     "features of the target blank": Mutant(("eagle3",), with_features(torch.zeros_like)),
