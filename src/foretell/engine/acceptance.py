@@ -80,8 +80,9 @@ class Acceptance:
 
     def state(self) -> dict[str, Any]:
         """What `from_state` reads."""
-        kept = {"right": self._right, "seen": self._seen, "offered": self._nodes}
-        return {"steps": round(self.steps), **{name: [round(n, 3) for n in list_] for name, list_ in kept.items()}}
+        by_rung = {"right": self._right, "seen": self._seen, "offered": self._nodes}
+        rounded = {name: [round(count, 3) for count in counts] for name, counts in by_rung.items()}
+        return {"steps": round(self.steps), **rounded}
 
     @staticmethod
     def from_state(scored: bool, state: Mapping[str, Any]) -> "Acceptance":
@@ -90,17 +91,17 @@ class Acceptance:
         Raises:
             ValueError, TypeError, KeyError: something else.
         """
-        found = Acceptance(scored)
+        acceptance = Acceptance(scored)
         right, seen, offered = ([float(n) for n in state[name]] for name in ("right", "seen", "offered"))
         are_counts = all(0 <= r <= n and n > 0 and o >= 0 for r, n, o in zip(right, seen, offered, strict=True))
         if len(seen) != RUNGS or not are_counts:
             raise ValueError("counts that are none")
         weights = [min(1.0, KEPT_DRAFTS / n) for n in seen]
-        found._right = [w * r for w, r in zip(weights, right, strict=True)]
-        found._seen = [w * n for w, n in zip(weights, seen, strict=True)]
-        found._nodes, found.steps = offered, min(float(state["steps"]), KEPT_DRAFTS)
-        found._refresh()
-        return found
+        acceptance._right = [w * r for w, r in zip(weights, right, strict=True)]
+        acceptance._seen = [w * n for w, n in zip(weights, seen, strict=True)]
+        acceptance._nodes, acceptance.steps = offered, min(float(state["steps"]), KEPT_DRAFTS)
+        acceptance._refresh()
+        return acceptance
 
     @property
     def hope(self) -> float:

@@ -81,10 +81,10 @@ class DraftSource:
         Raises:
             ValueError, TypeError, KeyError: something else.
         """
-        found = DraftSource(name)
-        found.scored, found.steps, found.levels = bool(state["scored"]), int(state["steps"]), float(state["levels"])
-        if not (found.steps >= 0 and 0 <= found.levels < inf):
+        source = DraftSource(name)
+        source.scored, source.steps, source.levels = bool(state["scored"]), int(state["steps"]), float(state["levels"])
+        if not (source.steps >= 0 and 0 <= source.levels < inf):
             raise ValueError("counts that are none")
         for sampled, scored, known in state["acceptance"]:
-            found._acceptance[bool(sampled), bool(scored)] = Acceptance.from_state(bool(scored), known)
-        return found
+            source._acceptance[bool(sampled), bool(scored)] = Acceptance.from_state(bool(scored), known)
+        return source

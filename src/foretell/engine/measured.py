@@ -1,11 +1,11 @@
 """The last measured times of one kind, and of a drafter by requests and levels."""
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from math import isfinite
 from typing import Any
-
-import numpy as np
 
 from foretell.engine.tuning import EXPECTED_TIMES, QUANTILE, ROW_SLOPE, WINDOW
 
@@ -49,28 +49,35 @@ class DraftTimes:
 
     def __init__(self, loads: Mapping[int, dict[int, Times]] | None = None) -> None:
         self._loads = dict(loads or {})
+        self._fitted = dict[int, tuple[list[int], list[float]]]()
+        """By load: the levels that were measured, and their seconds, which do not fall."""
 
-    def seconds(self, load: int, requests: int, levels: float) -> float | None:
-        """Of a step for so many requests with so many levels on the mean; None: none was measured."""
+    def seconds(self, load: int, requests: int, levels: float, expected: float) -> float:
+        """Of a step for so many requests with so many levels on the mean; `expected`: before any was measured."""
         if not self._loads:
-            return None
-        load, more = self._nearest(load, requests)
-        return more * max(0.0, float(np.interp(levels, *self._by_levels(load))))
-
-    def of_a_level(self, load: int, requests: int) -> float | None:
-        """Of a further level; None: trees of one depth alone were measured."""
-        if not self._loads:
-            return None
+            return expected
         load, more = self._nearest(load, requests)
         known, seconds = self._by_levels(load)
-        if known[-1] == known[0]:
-            return None
-        return more * (seconds[-1] - seconds[0]) / (known[-1] - known[0])
+        # In Python: of such short lists arrays take ten times as long, several times a step.
+        after = bisect_left(known, levels)
+        if after in (0, len(known)):
+            return more * max(0.0, seconds[min(after, len(known) - 1)])
+        share = (levels - known[after - 1]) / (known[after] - known[after - 1])
+        return more * max(0.0, seconds[after - 1] + share * (seconds[after] - seconds[after - 1]))
+
+    def of_a_level(self, load: int, requests: int, expected: float) -> float:
+        """Of a further level; `expected`: before trees of several depths were measured."""
+        if not self._loads:
+            return expected
+        load, more = self._nearest(load, requests)
+        known, seconds = self._by_levels(load)
+        return more * (seconds[-1] - seconds[0]) / (known[-1] - known[0]) if len(known) > 1 else expected
 
     def add(self, load: int, levels: int, seconds: float, expected: float) -> None:
         """Count a step; `expected`: what it was expected to take."""
         known = self._loads.setdefault(load, {})
         known.setdefault(min(levels, _MOST_LEVELS), Times([expected] * EXPECTED_TIMES)).add(seconds)
+        self._fitted.pop(load, None)
 
     def _nearest(self, load: int, requests: int) -> tuple[int, float]:
         """The nearest measured load, and how many times its seconds a step for so many requests takes."""
@@ -81,9 +88,10 @@ class DraftTimes:
         return nearest, (1 + ROW_SLOPE * (requests - 1)) / (1 + ROW_SLOPE * (rows - 1))
 
     def _by_levels(self, load: int) -> tuple[list[int], list[float]]:
-        windows = self._loads[load]
-        known = sorted(windows)
-        return known, np.maximum.accumulate([windows[k].low for k in known]).tolist()
+        if load not in self._fitted:
+            known = sorted(self._loads[load])
+            self._fitted[load] = known, list(accumulate((self._loads[load][k].low for k in known), max))
+        return self._fitted[load]
 
     def state(self) -> dict[int, dict[int, list[float]]]:
         """What `from_state` reads."""

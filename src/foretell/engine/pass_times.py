@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,13 +17,7 @@ from jaxtyping import Float, Int
 
 from foretell.engine.draft_source import DraftSource
 from foretell.engine.measured import FINE, DraftTimes, Times, low
-from foretell.engine.tuning import (
-    DRIFT_WINDOW,
-    EXPECTED_TIMES,
-    FOLLOWED,
-    PLAIN_INTERVALS,
-    PRIOR_SLOPE,
-)
+from foretell.engine.tuning import DRIFT_WINDOW, EXPECTED_TIMES, FOLLOWED, PLAIN_INTERVALS, PRIOR_SLOPE
 
 log = logging.getLogger(__name__)
 _FORMAT = "foretell pass times 2"
@@ -137,7 +131,7 @@ class PassTimes:
         prior = expected if table is None else table
         self._prior = _filled({1: 1.0, 101: 1 + 100 * PRIOR_SLOPE} if prior is None else prior)
         self._curves = dict[Key, _Curve]()
-        self._drafts = dict[str, DraftTimes]()
+        self._drafts = defaultdict[str, DraftTimes](DraftTimes)
         self._sources = dict[str, DraftSource]()
         self._deviations = deque[float](maxlen=DRIFT_WINDOW)
         self.speed = 1.0
@@ -176,15 +170,11 @@ class PassTimes:
         """Seconds of a drafter's step for so many requests, whose trees have so many levels; `expected`: before any
         was measured.
         """
-        known = self._drafts.get(drafter)
-        seconds = known.seconds(key[0], requests, levels) if known else None
-        return expected if seconds is None else seconds
+        return self._drafts[drafter].seconds(key[0], requests, levels, expected)
 
     def level_seconds(self, drafter: str, key: Key, requests: int, expected: float) -> float:
         """Seconds of a further level of its trees; `expected`: before trees of several depths were measured."""
-        known = self._drafts.get(drafter)
-        seconds = known.of_a_level(key[0], requests) if known else None
-        return expected if seconds is None else seconds
+        return self._drafts[drafter].of_a_level(key[0], requests, expected)
 
     def observe_pass(self, key: Key, requests: int, tokens: int, seconds: float) -> None:
         """Count a pass that read no prompt."""
@@ -209,7 +199,7 @@ class PassTimes:
         `draft_seconds`.
         """
         expected = self.draft_seconds(drafter, key, requests, expected, levels)
-        self._drafts.setdefault(drafter, DraftTimes()).add(key[0], levels, seconds / self.speed, expected)
+        self._drafts[drafter].add(key[0], levels, seconds / self.speed, expected)
 
     def _follow_speed(self, deviation: float) -> None:
         self._deviations.append(deviation)
@@ -275,7 +265,8 @@ class PassTimes:
         for key, windows in curves.items():
             kept = {knot: window for knot, window in windows.items() if window.last and 0 <= knot < len(_KNOTS)}
             self._curves[key] = _Curve([1.0] * len(_KNOTS), kept)
-        self._drafts, self._sources = drafts, sources
+        self._drafts.update(drafts)
+        self._sources = sources
 
 
 def _nearest(extra: int) -> int:
