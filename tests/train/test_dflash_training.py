@@ -16,7 +16,7 @@ from foretell.model.block.decoder import Decoder
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, RootOnly
 from foretell.speculator.network.base import TokenSubset
-from foretell.speculator.network.corrections import Candidates
+from foretell.speculator.network.correction_base import Candidates
 from foretell.speculator.network.dflash import BlockPredictions
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.objective.block import (

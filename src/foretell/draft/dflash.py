@@ -12,7 +12,7 @@ from foretell.draft.parallel_block import BlockPredictor
 from foretell.draft.target_states import TargetStates
 from foretell.model.cache.layout import Layout
 from foretell.model.kernels import DynamicTrees
-from foretell.speculator.network.corrections import Blocks, Nodes
+from foretell.speculator.network.correction_base import Blocks, Nodes
 from foretell.speculator.network.dflash import DFlash
 
 

@@ -11,7 +11,7 @@ from foretell.draft.eagle import store_states
 from foretell.draft.parallel_block import BlockPredictor
 from foretell.draft.target_states import TargetStates
 from foretell.model.kernels import DynamicTrees
-from foretell.speculator.network.corrections import Blocks
+from foretell.speculator.network.correction_base import Blocks
 from foretell.speculator.network.p_eagle import PEagle
 
 

@@ -12,7 +12,7 @@ from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree, TreeBounds, TreeSizes
 from foretell.draft.base import Frontier, NodeLogits, TopTokens, top_tokens
 from foretell.draft.cached_states import CachedStatesPredictor
-from foretell.speculator.network.corrections import Blocks, Nodes
+from foretell.speculator.network.correction_base import Blocks, Nodes
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.p_eagle import PEagle
 

@@ -12,8 +12,9 @@ from foretell.speculator.formats.dflash import tensor_sources
 from foretell.speculator.formats.eagle_export import layer_config, library_frame, mask_token, vocabulary
 from foretell.speculator.formats.layers import refuse_parts_of_layers
 from foretell.speculator.network.base import Speculator
-from foretell.speculator.network.corrections import DominoConfig, LatticeConfig, RefinerConfig, SelectorConfig
+from foretell.speculator.network.corrections import DominoConfig, RefinerConfig, SelectorConfig
 from foretell.speculator.network.dflash import DFlash, DFlashConfig
+from foretell.speculator.network.lattice import LatticeConfig
 
 _BESIDE = ("selector", "lattice")
 """Corrections beside which other engines read convolutions."""

@@ -21,15 +21,8 @@ from foretell.speculator.network.base import TokenSubset, check_mask_token
 from foretell.speculator.network.block_attention import BlockAttention
 from foretell.speculator.network.block_layer import BlockLayer
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS, CachedLayersConfig, CachedLayersNetwork
-from foretell.speculator.network.corrections import (
-    AnyCorrection,
-    Blocks,
-    Candidates,
-    Lattice,
-    Nodes,
-    Selector,
-    make_correction,
-)
+from foretell.speculator.network.correction_base import Blocks, Candidates, Nodes
+from foretell.speculator.network.corrections import AnyCorrection, make_correction
 from foretell.speculator.network.layer import EagleLayer, make_norm
 
 _MOST_READ_LAYERS = 5
@@ -323,9 +316,6 @@ class DFlash(CachedLayersNetwork):
         last = feature.gather(1, (anchor - 1).clamp_min(0)[..., None].expand(-1, -1, feature.shape[-1]))
         blocks = self.predict(self.norm(x).flatten(0, 1), last.flatten(0, 1), subset)
         nodes = Nodes(row * a + block, slot, path[row, block])
-        candidates = None
-        if isinstance(self.correction, Selector) and right is not None:
-            candidates = self.correction.score_with(right, blocks, nodes, None if subset is None else subset.columns)
-        elif isinstance(self.correction, Lattice) and right is not None:
-            candidates = self.correction.score_with(right, blocks, nodes)
+        columns = None if subset is None else subset.columns
+        candidates = None if right is None else self.correction.score_with(right, blocks, nodes, columns)
         return BlockPredictions(self.logits_after(blocks, nodes, subset), None, blocks.logits_at(nodes), candidates)

@@ -12,8 +12,9 @@ from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.engine.method import AnyMethod
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS
-from foretell.speculator.network.corrections import DominoConfig, LatticeConfig, RefinerConfig, SelectorConfig
+from foretell.speculator.network.corrections import DominoConfig, RefinerConfig, SelectorConfig
 from foretell.speculator.network.dflash import BlockPredictions, DFlash, DFlashConfig
+from foretell.speculator.network.lattice import LatticeConfig
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
 from foretell.train.objective.block import Weighting, block_loss, confidence_loss, place_losses, sample_blocks

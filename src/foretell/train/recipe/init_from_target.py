@@ -10,9 +10,9 @@ from foretell.model.block.linear import Linear
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.block_layer import TwoTapConvolution
 from foretell.speculator.network.cached_layers import CachedLayersNetwork
-from foretell.speculator.network.corrections import Lattice
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
+from foretell.speculator.network.lattice import Lattice
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 from foretell.speculator.network.p_eagle import PEagle
 
