@@ -434,7 +434,7 @@ def test_beside_a_prompt_a_drafter_reads_only_where_later_steps_would_ask_it(
     bound = BoundMethod(Method(Oracle([]), Trie(4), Match()))
     budget = Budget(PassTimes(later))
     budget._source(bound, 0).steps = FIRST_STEPS
-    budget.times.observe_draft("prompt", (0, 0), 1, 1e-3, 1e-3)
+    budget.times.observe_draft("prompt", 1, 1e-3, 1e-3)
     budget.begin(replace(_load([1.0]), tokens=401, is_decode=False, left=[600]))
     assert (budget.plan(bound, 0, [0], lambda _: 100) is not None) is asked
 

@@ -14,9 +14,12 @@ from foretell.api import Model
 from foretell.core.sampling import SamplingParams
 from foretell.engine.acceptance import RUNGS
 from foretell.engine.budget import Budget
+from foretell.engine.draft_account import DraftAccount
+from foretell.engine.draft_source import DraftSource
 from foretell.engine.engine import Engine
 from foretell.engine.pass_times import PassTimes, load_key
 from foretell.engine.request import Request
+from foretell.engine.step_costs import DraftedStep, StepCosts, StepLoad
 from foretell.testing import letter_codec
 from helpers import VOCAB, random_tokens, speculator, target
 
@@ -76,7 +79,7 @@ def test_a_file_whose_names_say_no_draft_model_is_read(model: Model, tmp_path: P
     file.write_text(json.dumps(known), "utf-8")
     times, without = passes(file), passes(tmp_path / "none")
     assert drafted(model, draft, times) == drafted(model, draft, without) > 0
-    assert times.draft_seconds("ngram 0", (0, 0), 1, 0.0) == 60
+    assert times.draft_seconds("ngram 0", 1, 0.0) == 60
 
 
 def test_what_was_accepted_is_known_at_the_next_start(tmp_path: Path) -> None:
@@ -114,14 +117,30 @@ def test_damaged_counts_are_ignored(damage: dict[str, Any], tmp_path: Path) -> N
 
 def test_deeper_trees_take_longer() -> None:
     """The time of the usual tree is that of its levels, not that of the trees that are drafted fastest."""
-    times, key = PassTimes(), load_key(1, 0)
+    times = PassTimes()
     for i in range(60):
         levels = i % 4
-        times.observe_draft("eagle3 0", key, 1, 1e-3 + 2e-4 * levels, 1e-3, levels)
-    assert times.draft_seconds("eagle3 0", key, 1, 1.0, 1.5) == pytest.approx(1.3e-3, rel=0.01)
-    assert times.level_seconds("eagle3 0", key, 1, 1.0) == pytest.approx(2e-4, rel=0.01)
-    assert times.level_seconds("eagle3 0", load_key(4, 0), 4, 1.0) > 2e-4
-    assert times.level_seconds("medusa 0", key, 1, 7.0) == 7.0
+        times.observe_draft("eagle3 0", 1, 1e-3 + 2e-4 * levels, 1e-3, levels)
+    assert times.draft_seconds("eagle3 0", 1, 1.0, 1.5) == pytest.approx(1.3e-3, rel=0.01)
+    assert times.level_seconds("eagle3 0", 1, 1.0) == pytest.approx(2e-4, rel=0.01)
+    assert times.level_seconds("eagle3 0", 4, 1.0) > 2e-4
+    assert times.level_seconds("medusa 0", 1, 7.0) == 7.0
+
+
+def test_drafting_for_a_few_of_many_requests_is_not_taken_for_drafting_for_all() -> None:
+    """Trials ask a drafter for two requests: of what it takes for sixteen, that is a part."""
+    load = StepLoad(16, True, [1.0] * 16, [8] * 16, [8] * 16, [False] * 16, [DraftAccount() for _ in range(16)])
+    times, source = PassTimes(), DraftSource("eagle3 0")
+    times.observe_pass(load_key(16, 0), 16, 16, 0.03)
+    for _ in range(20):
+        StepCosts(times, load).learn_drafting([DraftedStep(source, 2, 0, 1)], 1e-3)
+    costs = StepCosts(times, load)
+    assert costs.drafting(source, 2) == pytest.approx(1e-3, rel=0.01)
+    assert costs.drafting(source, 16) > 2e-3
+    for _ in range(20):
+        costs.learn_drafting([DraftedStep(source, 16, 0, 1)], 6e-3)
+    assert costs.drafting(source, 16) == pytest.approx(6e-3, rel=0.01)
+    assert costs.drafting(source, 2) == pytest.approx(1e-3, rel=0.01)
 
 
 def test_only_what_a_method_drafts_with_is_in_its_key(model: Model) -> None:

@@ -20,7 +20,7 @@ def learned(times: PassTimes, noise: float = 0.0, steps: int = 400) -> PassTimes
     for i in range(steps):
         tokens, slow = (1, 4, 8, 12)[i % 4], 2.0 if random.random() < noise else 1.0
         times.observe_pass(ONE, 1, tokens, true(tokens) * slow * float(random.lognormal(0, 0.03)))
-        times.observe_draft("eagle", ONE, 1, 0.002 * slow, 0.001)
+        times.observe_draft("eagle", 1, 0.002 * slow, 0.001)
     return times
 
 
@@ -30,7 +30,7 @@ def test_the_times_of_sizes_are_learned_beside_other_programs_too(noise: float) 
     found = np.array(times.seconds(ONE, 1))
     for tokens in (4, 8, 12):
         assert found[tokens - 1] / found[0] == pytest.approx(true(tokens) / true(1), rel=0.12)
-    assert times.draft_seconds("eagle", ONE, 1, found[0]) / found[0] == pytest.approx(0.2, rel=0.12)
+    assert times.draft_seconds("eagle", 1, found[0]) / found[0] == pytest.approx(0.2, rel=0.12)
     assert (np.diff(found) >= 0).all()
 
 
@@ -102,7 +102,7 @@ def test_the_next_start_knows_what_this_one_has_learned(tmp_path: Path) -> None:
     times.save()
     again = PassTimes(file=file, identity="a model")
     assert again.seconds(ONE, 1) == pytest.approx(times.seconds(ONE, 1), rel=0.05)
-    assert again.draft_seconds("eagle", ONE, 1, 1.0) == times.draft_seconds("eagle", ONE, 1, 1.0)
+    assert again.draft_seconds("eagle", 1, 1.0) == times.draft_seconds("eagle", 1, 1.0)
     assert not again.needs_plain(ONE)
     fresh = PassTimes().seconds(ONE, 1)
     assert PassTimes(file=file, identity="another one").seconds(ONE, 1) == fresh

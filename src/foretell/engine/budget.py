@@ -24,7 +24,7 @@ from foretell.engine.method import BoundMethod
 from foretell.engine.offers import Offers
 from foretell.engine.pass_times import Key, PassTimes
 from foretell.engine.statistics import StepTime
-from foretell.engine.step_costs import StepCosts, StepLoad
+from foretell.engine.step_costs import DraftedStep, StepCosts, StepLoad
 from foretell.engine.tuning import TRIAL_REQUESTS
 from foretell.shape.chain import Chain
 
@@ -192,7 +192,8 @@ class Budget:
             self.statistics.drafting_steps += drafts > 0
         costs.learn_pass(tree.active_count, time)
         if load.is_decode and not shared:
-            costs.learn_drafting([(o.source, o.read, o.tree.deepest) for o in self._drafted], time.draft + time.between)
+            asked = [DraftedStep(o.source, len(o.indices), o.read, o.tree.deepest) for o in self._drafted]
+            costs.learn_drafting(asked, time.draft + time.between)
         for offer in self._drafted:
             self._learn(offer, step)
         for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):

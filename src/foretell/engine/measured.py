@@ -4,15 +4,25 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from math import isfinite
+from math import isfinite, log2
 from typing import Any
 
 from foretell.engine.tuning import EXPECTED_TIMES, QUANTILE, ROW_SLOPE, WINDOW
 
-FINE = 2.0
+_FINE = 2.0
 """Loads per factor of two in the number of requests."""
 _MOST_LEVELS = 8
 """Levels of a tree that are told apart."""
+
+
+def load_of(requests: int) -> int:
+    """The load that so many requests are."""
+    return round(_FINE * log2(max(1, requests)))
+
+
+def requests_of(load: int) -> float:
+    """Requests of a load."""
+    return float(2 ** (load / _FINE))
 
 
 class Times:
@@ -43,8 +53,8 @@ class Times:
 
 
 class DraftTimes:
-    """Seconds of a drafter's step, by the number of requests (by load, see `load_key`) and the levels of the deepest
-    tree: a level takes about as long as another, and what the first one reads takes longer.
+    """Seconds of a drafter's step, by the load that the requests for which it drafts are (`load_of`) and the levels of
+    the deepest tree: a level takes about as long as another, and what the first one reads takes longer.
     """
 
     def __init__(self, loads: Mapping[int, dict[int, Times]] | None = None) -> None:
@@ -52,11 +62,11 @@ class DraftTimes:
         self._fitted = dict[int, tuple[list[int], list[float]]]()
         """By load: the levels that were measured, and their seconds, which do not fall."""
 
-    def seconds(self, load: int, requests: int, levels: float, expected: float) -> float:
+    def seconds(self, requests: int, levels: float, expected: float) -> float:
         """Of a step for so many requests with so many levels on the mean; `expected`: before any was measured."""
         if not self._loads:
             return expected
-        load, more = self._nearest(load, requests)
+        load, more = self._nearest(requests)
         known, seconds = self._by_levels(load)
         # In Python: of such short lists arrays take ten times as long, several times a step.
         after = bisect_left(known, levels)
@@ -65,27 +75,28 @@ class DraftTimes:
         share = (levels - known[after - 1]) / (known[after] - known[after - 1])
         return more * max(0.0, seconds[after - 1] + share * (seconds[after] - seconds[after - 1]))
 
-    def of_a_level(self, load: int, requests: int, expected: float) -> float:
+    def of_a_level(self, requests: int, expected: float) -> float:
         """Of a further level; `expected`: before trees of several depths were measured."""
         if not self._loads:
             return expected
-        load, more = self._nearest(load, requests)
+        load, more = self._nearest(requests)
         known, seconds = self._by_levels(load)
         return more * (seconds[-1] - seconds[0]) / (known[-1] - known[0]) if len(known) > 1 else expected
 
-    def add(self, load: int, levels: int, seconds: float, expected: float) -> None:
+    def add(self, requests: int, levels: int, seconds: float, expected: float) -> None:
         """Count a step; `expected`: what it was expected to take."""
+        load, guesses = load_of(requests), EXPECTED_TIMES if self._loads else 1
         known = self._loads.setdefault(load, {})
-        known.setdefault(min(levels, _MOST_LEVELS), Times([expected] * EXPECTED_TIMES)).add(seconds)
+        known.setdefault(min(levels, _MOST_LEVELS), Times([expected] * guesses)).add(seconds)
         self._fitted.pop(load, None)
 
-    def _nearest(self, load: int, requests: int) -> tuple[int, float]:
+    def _nearest(self, requests: int) -> tuple[int, float]:
         """The nearest measured load, and how many times its seconds a step for so many requests takes."""
+        load = load_of(requests)
         nearest = min(self._loads, key=lambda known: abs(known - load))
         if nearest == load:
             return load, 1.0
-        rows = 2 ** (nearest / FINE)
-        return nearest, (1 + ROW_SLOPE * (requests - 1)) / (1 + ROW_SLOPE * (rows - 1))
+        return nearest, (1 + ROW_SLOPE * (requests - 1)) / (1 + ROW_SLOPE * (requests_of(nearest) - 1))
 
     def _by_levels(self, load: int) -> tuple[list[int], list[float]]:
         if load not in self._fitted:

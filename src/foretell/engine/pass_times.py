@@ -8,7 +8,6 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from foretell.engine.draft_source import DraftSource
-from foretell.engine.measured import FINE, DraftTimes, Times, low
+from foretell.engine.measured import DraftTimes, Times, load_of, low, requests_of
 from foretell.engine.tuning import DRIFT_WINDOW, EXPECTED_TIMES, FOLLOWED, PLAIN_INTERVALS, PRIOR_SLOPE
 
 log = logging.getLogger(__name__)
-_FORMAT = "foretell pass times 2"
+_FORMAT = "foretell pass times 3"
 _KNOTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of further tokens with times of their own."""
 _LARGEST = _KNOTS[-1]
@@ -44,7 +43,7 @@ Key = tuple[int, int]
 
 def load_key(requests: int, context: float) -> Key:
     """The key of so many requests with this mean context, in tokens."""
-    return round(FINE * log2(max(1, requests))), (int(context) >> _CONTEXT_BITS).bit_length()
+    return load_of(requests), (int(context) >> _CONTEXT_BITS).bit_length()
 
 
 @dataclass
@@ -106,7 +105,7 @@ class _Curve:
 
 
 class PassTimes:
-    """Seconds of a pass by requests, tokens and context, and of a drafter's step by requests.
+    """Seconds of a pass by requests, tokens and context, and of a drafter's step by the requests that it drafts for.
 
     `table`: seconds of a pass by its tokens, interpolated; then nothing is learned about passes. `expected`: the same
     as a prior, of which quotients alone matter; without it, every further token is first assumed to cost `PRIOR_SLOPE`
@@ -166,15 +165,15 @@ class PassTimes:
         """What is known of a drafter."""
         return self._sources.setdefault(name, DraftSource(name))
 
-    def draft_seconds(self, drafter: str, key: Key, requests: int, expected: float, levels: float = 0.0) -> float:
+    def draft_seconds(self, drafter: str, requests: int, expected: float, levels: float = 0.0) -> float:
         """Seconds of a drafter's step for so many requests, whose trees have so many levels; `expected`: before any
         was measured.
         """
-        return self._drafts[drafter].seconds(key[0], requests, levels, expected)
+        return self._drafts[drafter].seconds(requests, levels, expected)
 
-    def level_seconds(self, drafter: str, key: Key, requests: int, expected: float) -> float:
+    def level_seconds(self, drafter: str, requests: int, expected: float) -> float:
         """Seconds of a further level of its trees; `expected`: before trees of several depths were measured."""
-        return self._drafts[drafter].of_a_level(key[0], requests, expected)
+        return self._drafts[drafter].of_a_level(requests, expected)
 
     def observe_pass(self, key: Key, requests: int, tokens: int, seconds: float) -> None:
         """Count a pass that read no prompt."""
@@ -192,14 +191,12 @@ class PassTimes:
         if self._file is not None and self.passes >= _FIRST_SAVED and self.passes & (self.passes - 1) == 0:
             self.save()
 
-    def observe_draft(
-        self, drafter: str, key: Key, requests: int, seconds: float, expected: float, levels: int = 0
-    ) -> None:
+    def observe_draft(self, drafter: str, requests: int, seconds: float, expected: float, levels: int = 0) -> None:
         """Count a drafter's step for so many requests; negative: less than is measurable. `expected`, `levels`: as in
         `draft_seconds`.
         """
-        expected = self.draft_seconds(drafter, key, requests, expected, levels)
-        self._drafts[drafter].add(key[0], levels, seconds / self.speed, expected)
+        expected = self.draft_seconds(drafter, requests, expected, levels)
+        self._drafts[drafter].add(requests, levels, seconds / self.speed, expected)
 
     def _follow_speed(self, deviation: float) -> None:
         self._deviations.append(deviation)
@@ -212,8 +209,8 @@ class PassTimes:
             return self._curves[key]
         start = [1.0] * len(_KNOTS)
         if self._curves:
-            nearest = min(self._curves, key=lambda k: abs(k[0] - key[0]) + FINE * abs(k[1] - key[1]))
-            further = round(2 ** (key[0] / FINE)) - round(2 ** (nearest[0] / FINE))
+            nearest = min(self._curves, key=lambda k: abs(k[0] - key[0]) + 2 * abs(k[1] - key[1]))
+            further = round(requests_of(key[0])) - round(requests_of(nearest[0]))
             places = np.clip(np.array(_KNOTS) + further, 0, _LARGEST)
             start = self._curves[nearest].ratios[places].tolist()
         return _Curve(start)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from foretell.engine.draft_account import DraftAccount
 from foretell.engine.draft_source import DraftSource
@@ -20,8 +21,6 @@ from foretell.engine.tuning import (
 
 _MARGIN = 4
 """Drafts by which the time of a further one is told."""
-_ANY = 0, 0
-"""Stands for all loads."""
 _HOST, _PROMPT = "engine", "prompt"
 """Stand for what a step without drafts takes beside the pass, and for a token of a pass that reads prompts."""
 
@@ -48,6 +47,18 @@ class StepLoad:
     """Other requests that wait or run, beside each."""
 
 
+class DraftedStep(NamedTuple):
+    """What a drafter did in a step."""
+
+    source: DraftSource
+    requests: int
+    """For which it drafted."""
+    read: int
+    """Tokens that it had to read before."""
+    levels: int
+    """Of its deepest tree."""
+
+
 class StepCosts:
     """Seconds that a step takes, as a function of its drafts."""
 
@@ -58,9 +69,9 @@ class StepCosts:
         """Tokens beside the first of each request: of prompts, and drafts that are verified whatever they cost."""
         self.key = load_key(self.requests, load.context)
         self._seconds = times.seconds(self.key, max(1, self.requests))
-        self.host = times.draft_seconds(_HOST, self.key, self.requests, 0.0)
+        self.host = times.draft_seconds(_HOST, self.requests, 0.0)
         self._known, reads = times.is_known, self.first >= LEAST_PROMPT
-        self._token = times.draft_seconds(_PROMPT, _ANY, 1, 0.0) if self._known and reads else 0.0
+        self._token = times.draft_seconds(_PROMPT, 1, 0.0) if self._known and reads else 0.0
         """Seconds of a token where mostly prompts are read; 0: they are not, or unknown."""
         self.measures = times.needs_plain(self.key) if load.is_decode else reads and not self._known
         """Whether the step is verified without drafts, so that its time is known."""
@@ -96,12 +107,12 @@ class StepCosts:
     def drafting(self, source: DraftSource, requests: int) -> float:
         """Seconds in which a drafter drafts for so many requests."""
         expected = PRIOR_DRAFT * self._seconds[0]
-        return self.times.draft_seconds(source.name, self.key, requests, expected, source.levels)
+        return self.times.draft_seconds(source.name, requests, expected, source.levels)
 
     def of_a_level(self, source: DraftSource, requests: int) -> float:
         """Seconds of a further level of its trees for so many requests."""
         expected = LEVEL_SHARE * self.drafting(source, requests) / max(1.0, source.levels)
-        return self.times.level_seconds(source.name, self.key, requests, expected)
+        return self.times.level_seconds(source.name, requests, expected)
 
     def count_unread(self, which: Sequence[int], unread: Callable[[int], int]) -> None:
         """Note what the drafter that is asked has to read of requests; less than is told from drafting counts as 0."""
@@ -125,34 +136,31 @@ class StepCosts:
             self.times.observe_pass(self.key, self.requests, tokens, seconds)
         elif self.first >= LEAST_PROMPT:
             expected = self.at(0) / (self.requests + self.first)
-            self.times.observe_draft(_PROMPT, _ANY, 1, seconds / tokens, expected)
+            self.times.observe_draft(_PROMPT, 1, seconds / tokens, expected)
 
-    def learn_drafting(self, asked: Sequence[tuple[DraftSource, int, int]], seconds: float) -> None:
-        """Learn the time of the drafter that was asked last, or of its reading: other times are known. `asked`: the
-        drafters of the step, the tokens that each of them had to read, and the levels of its deepest tree.
-        """
+    def learn_drafting(self, asked: Sequence[DraftedStep], seconds: float) -> None:
+        """Learn the time of the drafter that was asked last, or of its reading: other times are known."""
         if not self._known:
             return
         if not asked:
-            self.times.observe_draft(_HOST, self.key, self.requests, seconds, 0.0)
+            self.times.observe_draft(_HOST, self.requests, seconds, 0.0)
             return
-        *before, (source, read, levels) = asked
-        if any(tokens for _, tokens, _ in before):
+        *before, (source, requests, read, levels) = asked
+        if any(other.read for other in before):
             return
-        seconds -= self.host + sum(self.drafting(other, self.requests) for other, _, _ in before)
-        plain = self._seconds[0]
+        seconds -= self.host + sum(self.drafting(other.source, other.requests) for other in before)
         if not read:
-            self.times.observe_draft(source.name, self.key, self.requests, seconds, PRIOR_DRAFT * plain, levels)
+            self.times.observe_draft(source.name, requests, seconds, PRIOR_DRAFT * self._seconds[0], levels)
             return
-        reading = seconds - self.drafting(source, self.requests)
+        reading = seconds - self.drafting(source, requests)
         if reading < seconds / 2:
             # It took mostly the drafting: this says only that reading takes no longer.
             reading = seconds
             if reading >= read * self._read_seconds(source):
                 return
-        self.times.observe_draft(source.reading, _ANY, 1, max(0.0, reading) / read, self._read_seconds(source))
+        self.times.observe_draft(source.reading, 1, max(0.0, reading) / read, self._read_seconds(source))
 
     def _read_seconds(self, source: DraftSource) -> float:
         """Seconds in which a drafter reads a token."""
         plain = self.times.seconds(load_key(1, self._load.context), 1)[0]
-        return self.times.draft_seconds(source.reading, _ANY, 1, PRIOR_READING * plain)
+        return self.times.draft_seconds(source.reading, 1, PRIOR_READING * plain)

@@ -45,8 +45,10 @@ MEMORY = 512.0
 """Drafts of a kind, and steps of a drafter, after which older ones begin to fade."""
 KEPT_DRAFTS = 64.0
 """Weight of what an earlier process has counted, in drafts of a kind and steps."""
-ROW_SLOPE = 0.2
-"""Time of drafting for a further request over that for the first one, before it is measured."""
+ROW_SLOPE = 0.1
+"""Time of drafting for a further request over that for the first one, before it is measured: too low a guess is
+corrected by the first steps, too high a one by none (`eagle3`, two AVX2 cores, 1 and 16 requests: 0.1).
+"""
 LEVEL_SHARE = 0.5
 """Time of a further level over the mean time of a level, before trees of several depths are measured: the first one
 reads what the target has accepted.
@@ -66,7 +68,9 @@ QUANTILE = 0.3
 half of the steps disturbed this one is still an undisturbed one.
 """
 EXPECTED_TIMES = 2
-"""Times that what is expected of a size counts for when it is seen first: a longer time is believed after six of it."""
+"""Times that what is expected of a size counts for when it is seen first: a longer time is believed after six of it. A
+guess counts once: nothing was measured that it could follow from.
+"""
 WINDOW = 64
 """Last times of a size that are kept."""
 DRIFT_WINDOW = 24

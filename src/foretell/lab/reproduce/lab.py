@@ -16,7 +16,7 @@ from foretell.core.sampling import SamplingParams
 from foretell.engine.budget import Budget
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
-from foretell.engine.pass_times import Key, PassTimes
+from foretell.engine.pass_times import PassTimes
 from foretell.engine.request import Request
 from foretell.lab.reproduce.claim import Run
 from foretell.lab.reproduce.counts import Counts
@@ -47,7 +47,7 @@ class _FreeDrafts(PassTimes):
     def __init__(self) -> None:
         super().__init__({n: 1 + 0.001 * (n - 1) for n in range(1, 65)})
 
-    def draft_seconds(self, drafter: str, key: Key, requests: int, expected: float, levels: float = 0.0) -> float:
+    def draft_seconds(self, drafter: str, requests: int, expected: float, levels: float = 0.0) -> float:
         return 0.0
 
 
