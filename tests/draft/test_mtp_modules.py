@@ -177,7 +177,8 @@ def test_layers_to_train_are_those_of_the_checkpoint_and_are_written_as_they_wer
     for k, state in enumerate(out):
         expected = reference(kind, TEXT[: last + 2], TEXT[last + 2 : last + 2 + k])
         torch.testing.assert_close(recipe.network.compute_logits(state)[0], expected, rtol=0, atol=1e-4)
-    for module, own in zip(recipe.network.to_layer().modules, load_mtp(network.config, weights, network).modules):
+    own_modules = load_mtp(network.config, weights, network).modules
+    for module, own in zip(recipe.network.to_layer().modules, own_modules, strict=True):
         assert torch.equal(module.norm.weight, own.norm.weight)
     export(recipe.network, Verifier("target", network.config), "hf", tmp_path / "out")
     written, published = load_file(tmp_path / "out" / "mtp.safetensors"), load_file(weights.files[0])

@@ -32,6 +32,7 @@ CASES: Mapping[str, tuple[str, dict[str, str]]] = {
     "mtp": ("mtp", {"layers": "2"}),
     "p_eagle": ("p_eagle", {"anchors": "6", "depth": "3"}),
     "pard": ("pard", {"layers": "1", "anchors": "6", "mask_token": "5"}),
+    "pard, with states": ("pard", {"layers": "1", "anchors": "6", "mask_token": "5", "states": "1"}),
     "redrafter": ("redrafter", {"inner": "16"}),
 }
 

@@ -24,7 +24,6 @@ from foretell.model.run.vocabulary import ReducedVocabulary
 from foretell.model.training.full_forward import forward_blocks
 from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork
 
-
 NORMS = ("norm", "embedding_norm", "hidden_norm")
 """Norms of a layer beside those of its block."""
 
