@@ -146,10 +146,10 @@ def test_a_target_with_the_written_layer_drafts_like_the_trained_one(kind: str, 
     target = load(str(tmp_path), "float32")
     assert target.checkpoint is not None
     [layer] = target.checkpoint.prediction_layers()
-    torch.testing.assert_close(layer.combine, network.inputs[0].combine.weight.data)
+    torch.testing.assert_close(layer.combine, network.parts[0].combine.weight.data)
     for name, tensor in network.blocks[0].state_dict().items():
         torch.testing.assert_close(layer.block.state_dict()[name], tensor, rtol=0, atol=1e-6)
-    torch.testing.assert_close(layer.norm, network.inputs[0].norm.weight.data, rtol=0, atol=1e-6)
+    torch.testing.assert_close(layer.norm, network.parts[0].norm.weight.data, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

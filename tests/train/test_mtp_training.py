@@ -29,7 +29,7 @@ def test_the_loss_falls_and_drafts_are_accepted(layers: int, tmp_path: Path) -> 
         for how in (("autoregressive",), ("mtp", "--draft-model", tmp_path / "mtp"))
     )
     assert drafted["tokens"] == plain["tokens"]
-    assert isinstance(method.draft, MTPModulesDrafter if layers > 1 else MTPDrafter)  # type: ignore[attr-defined]
+    assert isinstance(method.draft, MTPModulesDrafter if layers > 1 else MTPDrafter)
 
 
 def test_several_layers_learn_one_token_each(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_the_states_of_the_target_are_learned_from(tmp_path: Path) -> None:
     assert network.state_projection.layers == (1, 3) and network.state_projection.weight.abs().max() > 0
     assert done.best > 1.15
     method = done.job.recipe.method(network)
-    assert isinstance(method.draft, Pard2Drafter)  # type: ignore[attr-defined]
+    assert isinstance(method.draft, Pard2Drafter)
 
 
 def test_layers_that_cannot_be_written_are_refused(tmp_path: Path) -> None:

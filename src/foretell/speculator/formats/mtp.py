@@ -13,6 +13,7 @@ from foretell.model.block.modules import to_weights
 from foretell.model.block.weights import tensors_of
 from foretell.model.config.families import KINDS, family_of
 from foretell.model.config.families.base import PredictionNames
+from foretell.model.config.model import RopeConfig
 from foretell.model.config.readers.hf import from_hf
 from foretell.model.config.readers.unread_keys import refuse_other_keys
 from foretell.model.load.mtp import layers_like, read_layers
@@ -51,7 +52,7 @@ _FILE = "mtp.safetensors"
 def _tensors(network: MTPNetwork, names: PredictionNames) -> dict[str, Float[torch.Tensor, "*shape"]]:
     """The tensors of all layers under their published names."""
     c, out = network.config.model, dict[str, torch.Tensor]()
-    for k, (block, part) in enumerate(zip(network.blocks, network.inputs, strict=True)):
+    for k, (block, part) in enumerate(zip(network.blocks, network.parts, strict=True)):
         each, at = names.of_module(k), f"model.layers.{k}."
         out |= {name.replace(at, each.layer, 1): t for name, t in tensors_of(c, k, to_weights(block)).items()}
         out[f"{each.combine}.weight"] = part.combine.weight
@@ -97,7 +98,7 @@ def _write_library(network: Speculator, verifier: Verifier, folder: Path) -> Non
         "model_type": c.architecture, "vocab_size": c.vocab, "hidden_size": c.hidden, "num_hidden_layers": c.layers,
         "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim,
         "intermediate_size": c.ffn, "max_position_embeddings": c.context, "rms_norm_eps": c.norm_eps,
-        "attention_bias": c.qkv_bias, "tie_word_embeddings": c.tied, **rope_config(c.rope),
+        "attention_bias": c.qkv_bias, "tie_word_embeddings": c.tied, **rope_config(c.rope or RopeConfig()),
     }  # fmt: skip
     layout = library_frame(verifier, "mtp", "MTPDraftModel", _PROPOSED)
     more = {"transformer_layer_config": layer, "num_nextn_predict_layers": 1, "torch_dtype": dtype_name(network)}

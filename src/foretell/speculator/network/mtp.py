@@ -65,6 +65,11 @@ class MTPNetwork(DraftNetwork):
         self.inputs = nn.ModuleList(MTPInputs(config.model) for _ in self.blocks).requires_grad_(True)
 
     @property
+    def parts(self) -> list[MTPInputs]:
+        """What each layer has beside its block."""
+        return [part for part in self.inputs if isinstance(part, MTPInputs)]
+
+    @property
     def layers(self) -> int:
         """Layers of multi-token prediction."""
         return len(self.blocks)
@@ -85,7 +90,7 @@ class MTPNetwork(DraftNetwork):
         token = F.pad(token, (0, len(wanted)))
         for i, mask in enumerate(wanted):
             k = min(i, self.layers - 1)
-            part = self.inputs[k]
+            part = self.parts[k]
             x = part(self.embed(token[:, i + 1 : i + 1 + length]), hidden.to(self.dtype))
             hidden = part.norm(forward_blocks([self.blocks[k]], self.model, self.ropes(), x, k))
             out.append(hidden[mask])
@@ -94,7 +99,7 @@ class MTPNetwork(DraftNetwork):
     @torch.no_grad()
     def init_from_layers(self, layers: Sequence[PublishedLayer]) -> None:
         """Copy layers of a checkpoint; further ones are copies of the last one."""
-        for k, (block, part) in enumerate(zip(self.blocks, self.inputs, strict=True)):
+        for k, (block, part) in enumerate(zip(self.blocks, self.parts, strict=True)):
             layer = layers[min(k, len(layers) - 1)]
             block.load_state_dict(layer.block.state_dict())
             part.combine.weight.copy_(layer.combine)
@@ -103,7 +108,7 @@ class MTPNetwork(DraftNetwork):
 
     def to_decoder(self, dtype: torch.dtype) -> Decoder:
         """A copy of the blocks as a decoder in a dtype."""
-        return self._decoder(self.inputs[0].norm, dtype)
+        return self._decoder(self.parts[0].norm, dtype)
 
     def to_layer(self, precision: Precision | None = None) -> MTPLayer:
         """A copy for drafting; see `to_network`."""
@@ -116,4 +121,4 @@ class MTPNetwork(DraftNetwork):
             return MTPModule(combine, *(RMSNorm(norm.weight.detach().clone(), norm.eps) for norm in norms))
 
         network = run if self.token_of is None else ReducedVocabulary(run, self.token_of)
-        return MTPLayer(network, [part(own) for own in self.inputs], self.target_info.layers)
+        return MTPLayer(network, [part(own) for own in self.parts], self.target_info.layers)

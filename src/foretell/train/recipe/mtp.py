@@ -11,7 +11,7 @@ from foretell.catalogue.options.feature_level import EagleTreeOptions
 from foretell.engine.method import AnyMethod
 from foretell.model.load.mtp import layers_like
 from foretell.speculator.network.base import Speculator
-from foretell.speculator.network.mtp import MTPConfig, MTPInputs, MTPNetwork
+from foretell.speculator.network.mtp import MTPConfig, MTPNetwork
 from foretell.train.data.batch import Batch
 from foretell.train.objective.unrolled import top1_agreement, unrolled_loss
 from foretell.train.recipe.base import MAX_COUNT, MEASURE_TREE_NODES, LabelledRecipe, LabelOptions, Loss, RecipeSetup
@@ -111,8 +111,7 @@ def init_from_last_block(network: MTPNetwork, setup: RecipeSetup) -> None:
     d, last = network.target_info.hidden, setup.last_blocks(1)
     scales = torch.ones(d) if last is None else at_least(last.norm.weight, 0.1)
     network.init_random()
-    for block, part in zip(network.blocks, network.inputs, strict=True):
-        assert isinstance(part, MTPInputs)
+    for block, part in zip(network.blocks, network.parts, strict=True):
         part.combine.weight[:, :d] = torch.randn(d, d) * EMBEDDING_SHARE / d**0.5
         part.combine.weight[:, d:] = torch.diag(root_mean_square(scales) / scales)
         if last is not None:
