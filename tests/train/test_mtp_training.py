@@ -1,12 +1,10 @@
 """Training layers of multi-token prediction for a target whose checkpoint has none."""
 
-import json
 from pathlib import Path
 
 import pytest
-from training_helpers import losses, settings, task, trained
+from training_helpers import losses, settings, target, task, trained
 
-from command import run_foretell, tiny_target
 from foretell.draft import MTPDrafter, MTPModulesDrafter
 from foretell.speculator.network.mtp import MTPNetwork
 
@@ -23,12 +21,10 @@ def test_the_loss_falls_and_drafts_are_accepted(layers: int, tmp_path: Path) -> 
     assert done.best > 1.15
     assert isinstance(network, MTPNetwork)
     method = done.job.recipe.method(network)
-    asked = ("generate", "Hi", "--model", tiny_target(), "--dtype", "float32", "--max-new-tokens", "24", "--ignore-eos")
-    plain, drafted = (
-        json.loads(run_foretell(*asked, "--json", "--method", *how).stdout)
-        for how in (("autoregressive",), ("mtp", "--draft-model", tmp_path / "mtp"))
-    )
-    assert drafted["tokens"] == plain["tokens"]
+    model = target(wanted.model)
+    named = model.method("mtp", {"num_draft_tokens": 6}, drafts=[tmp_path / "mtp"])
+    plain, drafted = (model.generate("Hi", m, max_new_tokens=24, ignore_eos=True) for m in ("autoregressive", named))
+    assert drafted[0].tokens == plain[0].tokens
     assert isinstance(method.draft, MTPModulesDrafter if layers > 1 else MTPDrafter)
 
 
