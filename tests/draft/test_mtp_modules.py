@@ -24,6 +24,8 @@ from foretell.draft import MTPModulesDrafter
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.model.block.decoder import Decoder
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.hf import from_hf
 from foretell.model.kernels import available
 from foretell.model.load.build import build_decoder
@@ -32,6 +34,11 @@ from foretell.model.load.native import load_native
 from foretell.model.load.weights import SafetensorsWeights
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
+from foretell.speculator.export import export
+from foretell.speculator.formats.base import Verifier
+from foretell.speculator.network.base import TargetInfo
+from foretell.train.recipe.base import RecipeSetup
+from foretell.train.recipe.mtp import MTPRecipe
 from helpers import TinyCheckpoint, chain_tree, context_of, random_tokens
 
 VOCAB, LAYERS, MODULES = 61, 3, 3
@@ -148,6 +155,61 @@ def test_scores_are_those_of_transformers(kind: str, native: bool, ends: Sequenc
             other = random_tokens(depth, VOCAB, seed=end)
             for scores, path in zip(draft(drafter, context, PATH[:depth], other), (PATH[:depth], other), strict=True):
                 torch.testing.assert_close(scores, reference(kind, TEXT[:end], path), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_layers_to_train_are_those_of_the_checkpoint_and_are_written_as_they_were_read(
+    kind: str, tmp_path: Path
+) -> None:
+    """They are unrolled as by transformers, draft like the checkpoint's, and every published tensor comes back."""
+    network, weights = target_of(kind, False)
+    assert isinstance(network, Decoder)
+    checkpoint = TinyCheckpoint(network, weights)
+    checkpoint.config = network.config
+    setup = RecipeSetup(card(network.config), network.config, lent(network), checkpoint)
+    recipe = MTPRecipe.build(setup)
+    assert recipe.network.layers == recipe.draft_length == MODULES
+    text = torch.tensor([TEXT])
+    states = oracle_of(kind)[0].model(text).last_hidden_state.detach()
+    last = len(TEXT) - MODULES - 1
+    wanted = [torch.arange(len(TEXT) - 1)[None] == last for _ in range(MODULES)]
+    out = recipe.network(text, states, wanted)
+    for k, state in enumerate(out):
+        expected = reference(kind, TEXT[: last + 2], TEXT[last + 2 : last + 2 + k])
+        torch.testing.assert_close(recipe.network.compute_logits(state)[0], expected, rtol=0, atol=1e-4)
+    own_modules = load_mtp(network.config, weights, network).modules
+    for module, own in zip(recipe.network.to_layer().modules, own_modules, strict=True):
+        assert torch.equal(module.norm.weight, own.norm.weight)
+    export(recipe.network, Verifier("target", network.config), "hf", tmp_path / "out")
+    written, published = load_file(tmp_path / "out" / "mtp.safetensors"), load_file(weights.files[0])
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    for k in range(MODULES):
+        at = f"model.layers.{LAYERS + k}."
+        ours, theirs = (
+            {n.removeprefix(at): t for n, t in ts.items() if n.startswith(at)} for ts in (written, published)
+        )
+        assert torch.equal(ours["embed_tokens.weight"], network.embedding)
+        assert sorted(ours) == sorted([*split_experts(theirs), *copies])
+        for name, tensor in split_experts(theirs).items():
+            assert torch.equal(ours[name], tensor), name
+
+
+def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each expert's matrices for themselves, as they are published."""
+    out = {name: t for name, t in tensors.items() if not name.startswith("mlp.experts.") or name.endswith(".weight")}
+    for i, both in enumerate(tensors.get("mlp.experts.gate_up_proj", ())):
+        for name, part in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
+            out[f"mlp.experts.{i}.{name}.weight"] = part
+        out[f"mlp.experts.{i}.down_proj.weight"] = tensors["mlp.experts.down_proj"][i]
+    return out
+
+
+def card(config: ModelConfig) -> TargetInfo:
+    return TargetInfo(name="tiny", hidden=config.hidden, vocab=config.vocab, layers=config.layers)
+
+
+def lent(decoder: Decoder) -> EmbeddingAndHead:
+    return EmbeddingAndHead(decoder.embedding.detach(), decoder.head.weight.detach(), 1.0, 0.0)
 
 
 @pytest.mark.parametrize(("length", "first"), [(16, 0), (13, 0), (10, 10)])

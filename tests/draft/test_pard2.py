@@ -32,6 +32,11 @@ from foretell.model.load.pard2 import load_state_projection
 from foretell.model.load.weights import SafetensorsWeights
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree
+from foretell.speculator.export import export
+from foretell.speculator.formats.base import Verifier
+from foretell.speculator.network.base import TargetInfo
+from foretell.train.recipe.base import RecipeSetup
+from foretell.train.recipe.pard import PardRecipe
 from helpers import random_tokens, unchecked
 
 VOCAB, MASK, DEPTH, SCALE, LAYERS = 257, 7, 4, 0.3, [-1, -2, 1]
@@ -104,6 +109,38 @@ def network_of(folder: Path, native: bool) -> Any:
     if native:
         return load_native(config, weights, "float32")
     return build_decoder(config, weights, torch.float32, torch.device("cpu"))
+
+
+def test_training_and_export_follow_the_authors_arithmetic(tmp_path: Path) -> None:
+    """A draft model cut from the target is unrolled as its export by the transcription of the authors' code."""
+    target = oracle()[0]
+    model = load(str(oracle()[-2]), "float32")
+    about = TargetInfo(name="tiny", hidden=WIDTH, vocab=VOCAB, layers=3)
+    assert model.checkpoint is not None
+    lent = model.checkpoint.embedding_and_head(torch.float32)
+    options = {"layers": "2", "depth": str(DEPTH), "mask_token": str(MASK), "states": "4,1"}
+    network = PardRecipe.build(RecipeSetup(about, model.config, lent, model.checkpoint, options=options)).network
+    assert network.target_proj is not None
+    torch.nn.init.normal_(network.target_proj.weight, std=3.0, generator=torch.Generator().manual_seed(5))
+    text = random_tokens(12, VOCAB, seed=8)
+    states = target(torch.tensor([text]), output_hidden_states=True).hidden_states
+    feature = torch.cat((states[-1], states[1]), -1).detach()
+    last = torch.arange(len(text))[None] == len(text) - 1
+    anchor, rollout = torch.tensor([[len(text) - 1]]), torch.ones(1, 1, dtype=torch.bool)
+    out = network(torch.tensor([text]), anchor, [last, *[rollout] * (DEPTH - 1)], feature)
+    ours = torch.cat([network.compute_logits(state) for state in out]).detach()
+    export(network, Verifier("target", model.config, model.codec), "hf", tmp_path / "out")
+    published = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["pard2_target_layers"] == [-1, 1] and said["pard_token"] == MASK
+    projection = load_file(tmp_path / "out" / "warp_model.safetensors")["target_proj.weight"] * said["pard2_scale"]
+    inputs = published.get_input_embeddings()(torch.tensor([*text, *[MASK] * (DEPTH - 1)]))
+    inputs[1:] += torch.cat((feature[0, :-1], feature[0, -2:-1].expand(DEPTH - 1, -1))) @ projection.T
+    theirs = published(inputs_embeds=inputs[None]).logits[0, -DEPTH:].detach()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    again = load_state_projection(tmp_path / "out", WIDTH, 3, WIDTH)
+    assert again is not None and again.layers == (4, 1)
+    torch.testing.assert_close(again.weight, projection)
 
 
 @pytest.mark.covering(1)

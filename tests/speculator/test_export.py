@@ -290,7 +290,7 @@ def test_unsupported_formats_name_the_supported_ones(tmp_path: Path) -> None:
     medusa = Medusa(MedusaConfig(target=CARD), embedding_and_head())
     with pytest.raises(
         ValueError,
-        match=r"is for speculators of kind eagle3 or p_eagle or dflash, .* kind medusa; .* kind: vllm-medusa",
+        match=r"is for speculators of kind eagle3 or p_eagle or dflash or mtp, .* kind medusa; .* kind: vllm-medusa",
     ):
         export(medusa, VERIFIER, "speculators", tmp_path / "out")
     with pytest.raises(ValueError, match="formats for that kind: none"):

@@ -29,8 +29,10 @@ CASES: Mapping[str, tuple[str, dict[str, str]]] = {
     "draft_model, written by the target": ("draft_model", {"layers": "1", "writer": "target", "written": "6"}),
     "masked_diffusion": ("masked_diffusion", {"mask_token": "5"}),
     "pass": ("pass", {"ahead": "2", "cuts": "4"}),
+    "mtp": ("mtp", {"layers": "2"}),
     "p_eagle": ("p_eagle", {"anchors": "6", "depth": "3"}),
     "pard": ("pard", {"layers": "1", "anchors": "6", "mask_token": "5"}),
+    "pard, with states": ("pard", {"layers": "1", "anchors": "6", "mask_token": "5", "states": "1"}),
     "redrafter": ("redrafter", {"inner": "16"}),
 }
 

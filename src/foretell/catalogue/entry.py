@@ -111,7 +111,8 @@ class Entry:
         """Whether something is trained for the method: required, optional (a draft model), while serving, or none."""
         if self.drafter.learns:
             return "while serving"
-        return "required" if self.speculator else "optional" if "draft model" in self.needs else "none"
+        optional = "draft model" in self.needs or "trained" in self.needs
+        return "required" if self.speculator else "optional" if optional else "none"
 
     def option_list(self) -> list[Option]:
         """The options of the method, those of fixed trees last."""

@@ -12,7 +12,7 @@ from foretell.catalogue.options.feature_level import (
     FeatureTreeOptions,
     MLPSpeculatorOptions,
 )
-from foretell.catalogue.speculators import packed_speculator
+from foretell.catalogue.speculators import packed_speculator, trained_speculator
 from foretell.draft import (
     AssistantDrafter,
     DFlashDrafter,
@@ -27,10 +27,12 @@ from foretell.draft import (
 from foretell.draft.heads import OnePassPredictor
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.load.assistant import is_assistant, load_assistant
+from foretell.model.run.mtp import MTPLayer
 from foretell.shape import BeamSearch, Chain, DynamicTree, FixedTree, Shape, optimal_tree
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
+from foretell.speculator.network.mtp import MTPNetwork
 from foretell.speculator.network.pack import describe_packed
 from foretell.speculator.network.redrafter import ReDrafter
 
@@ -88,9 +90,17 @@ def mtp(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
     network = require_network(context, "drafts with the checkpoint's multi-token prediction layer")
     if context.speculator is not None and is_assistant(context.speculator):
         return feature_method(AssistantDrafter(load_assistant(context.speculator, network)), options)
+    if context.speculator is not None and context.speculator.is_dir():
+        trained = trained_speculator(context, MTPNetwork.kind)
+        assert isinstance(trained, MTPNetwork)
+        return mtp_method(trained.to_layer(), options)
     if context.checkpoint is None:
         raise ValueError("mtp drafts with a layer of the target's checkpoint, which cannot be read again here")
-    layer = context.checkpoint.mtp_layer(network, context.speculator)
+    return mtp_method(context.checkpoint.mtp_layer(network, context.speculator), options)
+
+
+def mtp_method(layer: MTPLayer, options: EagleTreeOptions) -> AnyMethod:
+    """`feature_method` with the layers of multi-token prediction."""
     drafter = MTPDrafter if len(layer.modules) == 1 else MTPModulesDrafter
     return feature_method(drafter(layer, window=options.prompt_window), options)
 
@@ -271,7 +281,7 @@ ENTRIES = (
         drafter=MTPDrafter,
         builder=mtp,
         options=EagleTreeOptions,
-        needs="a checkpoint with such a layer, or an assistant",
+        needs="a checkpoint with such a layer, layers that were trained for it, or an assistant",
         aliases=("deepseek_mtp", "gemma4_mtp", "glm4_moe_mtp", "qwen3_next_mtp"),
     ),
     _entry(

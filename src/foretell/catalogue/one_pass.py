@@ -101,7 +101,12 @@ def pard_method(network: PardNetwork, options: DFlashOptions) -> AnyMethod:
     Raises:
         ValueError: the tree is deeper than the network was trained for.
     """
-    drafter = PardDrafter(network.to_runner(), network.config.mask_token, network.depth)
+    runner, token, projection = network.to_runner(), network.config.mask_token, network.state_projection
+    drafter = (
+        PardDrafter(runner, token, network.depth)
+        if projection is None
+        else Pard2Drafter(runner, token, network.depth, projection)
+    )
     return method_of_levels(drafter, network.depth, _LEVELS, options)
 
 

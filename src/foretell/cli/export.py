@@ -59,8 +59,8 @@ def export(
 ) -> None:
     """Write a trained speculator as vLLM, SGLang and the speculators library read it.
 
-    speculators is for EAGLE-3, P-EAGLE and DFlash, eagle3 for EAGLE-3, gguf for EAGLE-3, DFlash and multi-token
-    prediction in llama.cpp, eagle for EAGLE-1 and 2, hf for draft models and PARD; see docs/formats.md.
+    speculators is for EAGLE-3, P-EAGLE, DFlash and mtp, eagle3 for EAGLE-3, gguf for EAGLE-3, DFlash and multi-token
+    prediction in llama.cpp, eagle for EAGLE-1 and 2, hf for draft models, PARD and mtp; see docs/formats.md.
     """
     find_exports(format_name)
     require_empty(out)

@@ -12,7 +12,7 @@ from foretell.model.block.decoder import Decoder
 from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.modules import to_weights
 from foretell.model.block.spec import LinearWeights
-from foretell.model.block.weights import further_fields, map_linears, places_of, tensor_at
+from foretell.model.block.weights import further_fields, map_linears, tensors_of
 from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import Activation, ModelConfig, RopeConfig
 from foretell.speculator.checkpoint import write_weights
@@ -143,7 +143,7 @@ def llama_tensors(decoder: Decoder) -> dict[str, torch.Tensor]:
     for i, block in enumerate(decoder.blocks):
         assert isinstance(block, DecoderBlock)
         weights = map_linears(to_weights(block), lambda path, linear: _product(linear))
-        out |= {place.name: tensor_at(weights, place) for place in places_of(whole, i)}
+        out |= tensors_of(whole, i, weights)
     return out
 
 

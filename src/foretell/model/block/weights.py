@@ -288,6 +288,53 @@ def _places(kind: type[Any], at: Place, path: str) -> Iterator[TensorPlace]:
                     yield place(f"{part.name}.bias", (part.outputs,), f"{whole}.bias", rows)
 
 
+def tensors_of(config: ModelConfig, i: int, block: BlockWeights) -> dict[str, Float[Tensor, "*shape"]]:
+    """The tensors of block `i` in a checkpoint, each expert's for itself: `read_block` gives the block again.
+
+    Raises:
+        ValueError: the block has matrices of low rank.
+    """
+    out = dict[str, Tensor]()
+    _collect(block, Place(config, i), "", out)
+    at, family = f"model.layers.{i}.", family_of(config.architecture)
+    return {f"{at}{family.name(name)}": tensor for name, tensor in out.items()}
+
+
+def _collect(part: Any, at: Place, path: str, out: dict[str, Tensor], expert: int = 0) -> None:
+    for field, spec in specs_of(type(part)).items():
+        value, whole = getattr(part, field), f"{path}{field}"
+        if not spec.when(at) or value is None:
+            continue
+        if isinstance(spec, VectorSpec):
+            name = spec.name(at)
+            if name is not None:
+                value = value - at.config.norm_offset if spec.offset else value
+                out[name] = value / at.hidden**-0.5 if spec.by_width else value
+        elif isinstance(spec, LinearSpec):
+            _collect_rows(linear_of(spec, at, whole), value, expert, out)
+        else:
+            for j, each in enumerate(value if spec.each else [value]):
+                _collect(each, spec.at(at), f"{whole}.", out, j if spec.each else expert)
+
+
+def _collect_rows(layer: LinearPlace, linear: LinearWeights, expert: int, out: dict[str, Tensor]) -> None:
+    if layer.rank:
+        raise ValueError("matrices of low rank cannot be written; use the model that they were made of")
+    first = 0
+    for rows in layer.rows:
+        last = first + len(rows)
+        for end, tensor in (("weight", torch.cat(linear.parts)), ("bias", linear.bias)):  # type: ignore[arg-type]
+            if tensor is None:
+                continue
+            name, own = f"{rows.name}.{end}".format(expert), tensor[first:last]
+            if rows.chosen is not None:
+                # A matrix may hold the rows of several layers.
+                stored = out.get(name, tensor.new_zeros(rows.outputs, *tensor.shape[1:]))
+                own = stored.index_copy(0, torch.tensor(rows.chosen, device=own.device), own)
+            out[name] = own
+        first = last
+
+
 def tensor_at(block: BlockWeights, place: TensorPlace) -> Float[Tensor, "*shape"]:
     """A tensor of a block whose matrices are floats."""
     value: Any = block

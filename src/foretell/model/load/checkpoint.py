@@ -17,7 +17,7 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.load.adapter import read_updates, with_adapter
 from foretell.model.load.build import build_block, build_decoder, build_without_blocks
-from foretell.model.load.mtp import load_mtp
+from foretell.model.load.mtp import PublishedLayer, load_mtp, read_layers
 from foretell.model.load.native import packable_block
 from foretell.model.load.transforms import DecoderTransform
 from foretell.model.load.weights import Weights
@@ -92,6 +92,11 @@ class Checkpoint(ABC):
             ValueError: there is none.
         """
         return load_mtp(self.config, self._weights, network, file)
+
+    def prediction_layers(self) -> list[PublishedLayer]:
+        """The layers of multi-token prediction, to train them on; empty: there are none."""
+        names = family_of(self.config.architecture).prediction(self.config.architecture, self.config.layers)
+        return read_layers(self.config, self._weights, None if names is None else self._weights.prediction_names(names))
 
     def decoder(self, dtype: torch.dtype, blocks: Sequence[int] | None = None) -> Decoder:
         """Load the network in plain torch, which is differentiable, with all of its blocks or some."""

@@ -4,11 +4,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 
 from foretell.model.block.decoder import Decoder, decoder_rope_tables
-from foretell.model.block.layer import RMSNorm
+from foretell.model.block.layer import DecoderBlock, RMSNorm
 from foretell.model.block.linear import Int8Linear, Linear, quantize_int8
 from foretell.model.config.families import KINDS, family_of
 from foretell.model.config.families.base import PredictionNames
@@ -150,6 +152,48 @@ def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path 
     network, combine = build(own, _LayerWeights(weights, names), target, norms[0][0], matrices)
     parts = [MTPModule(each, *own_norms) for each, own_norms in zip(combine, norms, strict=True)]
     return MTPLayer(network, parts, config.layers)
+
+
+class PublishedLayer(NamedTuple):
+    """A layer of a checkpoint in float32 on the CPU; norms with the offset of the architecture."""
+
+    block: DecoderBlock
+    combine: Float[Tensor, "d dd"]
+    norm: Float[Tensor, " d"]
+    embedding_norm: Float[Tensor, " d"]
+    hidden_norm: Float[Tensor, " d"]
+
+
+def layers_like(target: ModelConfig, count: int) -> ModelConfig:
+    """The configuration of `count` layers of multi-token prediction for a target: those that its checkpoints have, else
+    blocks like its last one.
+    """
+    published = family_of(target.architecture).prediction(target.architecture, target.layers)
+    return prediction_config(target, count) if published else target.of_layers([target.layers - 1] * count)
+
+
+def read_layers(config: ModelConfig, weights: Weights, names: PredictionNames | None) -> list[PublishedLayer]:
+    """The layers of multi-token prediction of a checkpoint, with these names, to train them on; empty: there are none.
+
+    Raises:
+        ValueError: a tensor of them is missing.
+    """
+    if names is None or weights.get(f"{names.combine}.weight") is None:
+        return []
+    modules = prediction_modules(names, weights)
+    own, layers = layers_like(config, len(modules)), _LayerWeights(weights, names)
+
+    def norm(name: str) -> Float[Tensor, " d"]:
+        return weights.require(f"{name}.weight", config.hidden).float() + config.norm_offset
+
+    return [
+        PublishedLayer(
+            build_block(own, k, layers, torch.float32, torch.device("cpu")),
+            weights.matrix(f"{each.combine}.weight", config.hidden, 2 * config.hidden).widen().float(),
+            *(norm(name) for name in (each.norm, each.embedding_norm, each.hidden_norm)),
+        )
+        for k, each in enumerate(modules)
+    ]
 
 
 _Parts = tuple[Network, list[Callable[[Tensor], Tensor]]]

@@ -2,10 +2,11 @@
 
 import logging
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
+from safetensors.torch import save_file
 
 from foretell.model.config.readers.unread_keys import refuse_other_keys
 from foretell.model.load.safetensors_file import SafetensorsFile
@@ -18,7 +19,8 @@ _KEYS = frozenset({
     "pard_scale", "feat_scale", "pard2_proj_bias",
 })  # fmt: skip
 """Keys of PARD's models beside those of the language model; the last is said by the tensors, too."""
-_SCALE = 0.02  # of the authors' code
+STATE_SCALE = 0.02
+"""Factor of what is added, in the authors' code."""
 
 
 class StateProjection(NamedTuple):
@@ -54,7 +56,7 @@ def load_state_projection(folder: Path, hidden: int, target_layers: int, target_
     entries = [i + target_layers + 1 if i < 0 else i for i in named]
     if not all(0 <= i <= target_layers for i in entries):
         raise read.wrong("pard2_target_layers", f"of {target_layers + 1} states of its target", list(named))
-    scale = read.number("pard2_scale", "pard_scale", "feat_scale", default=_SCALE)
+    scale = read.number("pard2_scale", "pard_scale", "feat_scale", default=STATE_SCALE)
     weight = file.tensor(_WEIGHT).float() * scale
     bias = file.tensor(_BIAS).float() * scale if _BIAS in file.dtypes else torch.zeros(hidden)
     if weight.shape != (hidden, width) or bias.shape != (hidden,):
@@ -72,3 +74,13 @@ def _file_of(folder: Path) -> SafetensorsFile | None:
         return None
     how = f"write what torch.load reads to {_STEM}.safetensors by save_file of safetensors.torch"
     raise ValueError(f"{pickle}: a pickle, and unpickling can run code; convert it once where you trust it: {how}")
+
+
+def write_state_projection(folder: Path, projection: StateProjection, target_layers: int) -> dict[str, Any]:
+    """Write the projection beside a draft model, and return the keys of its configuration."""
+    save_file({_WEIGHT: (projection.weight / STATE_SCALE).contiguous()}, folder / f"{_STEM}.safetensors")
+    return {
+        "pard2": True, "spd_type": "pard2", "pard2_scale": STATE_SCALE, "pard2_proj_bias": False,
+        "pard2_target_dim": projection.weight.shape[1],
+        "pard2_target_layers": [-1 if i > target_layers else i for i in projection.layers],
+    }  # fmt: skip

@@ -13,6 +13,7 @@ from foretell.speculator.formats import (
     masked_diffusion,
     medusa,
     mlp,
+    mtp,
     p_eagle,
     redrafter,
 )
@@ -26,6 +27,7 @@ FORMATS: Sequence[CheckpointFormat] = (
     mlp.IBM,
     dflash.SPECULATORS,
     dflash.AUTHORS,
+    mtp.SPECULATORS,
     p_eagle.LIBRARY,
     p_eagle.FLAT,
     redrafter.AUTHORS,
@@ -49,6 +51,8 @@ EXPORTS: Sequence[ExportFormat] = (
     gguf.TO_DFLASH,
     draft_model.HF,
     draft_model.HF_PARD,
+    mtp.TO_SPECULATORS,
+    mtp.HF,
 )
 """Formats that are written."""
 

@@ -13,6 +13,7 @@ from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmb
 from foretell.speculator.network.masked_diffusion import MaskedDiffusion, MaskedDiffusionConfig
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from foretell.speculator.network.mtp import MTPConfig, MTPNetwork
 from foretell.speculator.network.p_eagle import PEagle, PEagleConfig
 from foretell.speculator.network.pard import PardConfig, PardNetwork
 from foretell.speculator.network.redrafter import ReDrafter, ReDrafterConfig
@@ -28,6 +29,7 @@ NETWORKS: Mapping[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
     "masked_diffusion": (MaskedDiffusionConfig, MaskedDiffusion),
     "medusa": (MedusaConfig, Medusa),
     "mlp_speculator": (MLPSpeculatorConfig, MLPSpeculator),
+    "mtp": (MTPConfig, MTPNetwork),
     "p_eagle": (PEagleConfig, PEagle),
     "pard": (PardConfig, PardNetwork),
     "pass": (LookAheadConfig, LookAheadEmbeddings),

@@ -35,7 +35,7 @@ _INIT_STD = 0.02
 class DraftModelConfig(SpeculatorConfig):
     """Configuration of a trained draft model."""
 
-    kind: Literal["draft_model", "pard"] = "draft_model"
+    kind: Literal["draft_model", "pard", "mtp"] = "draft_model"
     model: ModelConfig
     """A decoder of the target's width, with fewer layers."""
     blocks: tuple[int, ...] = Field(
@@ -130,8 +130,11 @@ class DraftNetwork(Speculator):
 
     def to_decoder(self, dtype: torch.dtype) -> Decoder:
         """A copy as a decoder in a dtype; its head gives logits over the draft vocabulary."""
+        return self._decoder(self.norm, dtype)
+
+    def _decoder(self, final: RMSNorm, dtype: torch.dtype) -> Decoder:
         blocks = [frozen_copy(block, dtype) for block in self.blocks]
-        norm = RMSNorm(self.norm.weight.detach().clone(), self.model.norm_eps)
+        norm = RMSNorm(final.weight.detach().clone(), self.model.norm_eps)
         embedding = self.get_buffer("_embedding").to(dtype)
         return Decoder(self.model, embedding, blocks, norm, Linear(self.lm_head.detach().to(dtype)))
 
@@ -141,15 +144,18 @@ class DraftNetwork(Speculator):
 
         `precision` of the CPU kernels; None: float32 for a float32 target, else int8.
         """
+        run = self._run(precision)
+        return run if self.token_of is None else ReducedVocabulary(run, self.token_of)
+
+    def _run(self, precision: Precision | None) -> NativeDecoder | Decoder:
         embedding = self.get_buffer("_embedding")
         fast = embedding.device.type == "cpu" and embedding.dtype != torch.float64
-        run: Network
         if fast and native.available() and NativeDecoder.supports(self.model):
             precision = precision or ("float32" if embedding.dtype == torch.float32 else "int8")
-            run = NativeDecoder(self.to_decoder(torch.float32 if precision == "float32" else torch.bfloat16), precision)
-        else:
-            run = self.to_decoder(embedding.dtype)
-        return run if self.token_of is None else ReducedVocabulary(run, self.token_of)
+            return NativeDecoder(
+                self.to_decoder(torch.float32 if precision == "float32" else torch.bfloat16), precision
+            )
+        return self.to_decoder(embedding.dtype)
 
     def to_runner(self, precision: Precision | None = None) -> DecoderRunner:
         """`to_network` with an empty cache."""

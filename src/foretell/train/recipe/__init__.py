@@ -12,6 +12,7 @@ from foretell.train.recipe.look_ahead import LookAheadRecipe
 from foretell.train.recipe.masked_diffusion import MaskedDiffusionRecipe
 from foretell.train.recipe.medusa import MedusaRecipe
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe, ReDrafterRecipe
+from foretell.train.recipe.mtp import MTPRecipe
 from foretell.train.recipe.p_eagle import PEagleRecipe
 from foretell.train.recipe.pard import PardRecipe
 
@@ -25,6 +26,7 @@ RECIPES: Mapping[str, type[Recipe]] = {
     "masked_diffusion": MaskedDiffusionRecipe,
     "medusa": MedusaRecipe,
     "mlp_speculator": MLPSpeculatorRecipe,
+    "mtp": MTPRecipe,
     "p_eagle": PEagleRecipe,
     "pard": PardRecipe,
     "pass": LookAheadRecipe,

@@ -2,6 +2,7 @@
 
 from typing import Self
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import nn
@@ -13,6 +14,7 @@ from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.draft_model import draft_config
 from foretell.speculator.network.pard import PardConfig, PardNetwork
 from foretell.train.data.batch import Batch
+from foretell.train.data.features import parse_hidden_layers
 from foretell.train.objective.block import sample_blocks
 from foretell.train.objective.unrolled import top1_agreement, unrolled_loss
 from foretell.train.recipe.base import MEASURE_TREE_NODES, LabelledRecipe, LabelOptions, Loss, RecipeSetup
@@ -29,6 +31,10 @@ class PardTraining(LabelOptions):
     """Which blocks: `even`, `influence`, or numbers, as for `draft_model`."""
     depth: int = Field(6, ge=2, le=64)
     """Tokens that are drafted in one pass."""
+    states: str = ""
+    """Hidden layers of the target that are added to the tokens, separated by commas (PARD-2); empty: none (PARD)."""
+    state_drop: float = Field(0.5, ge=0, le=1)
+    """Share of texts that PARD-2 learns without the hidden states."""
     mask_token: int | None = Field(None, ge=0)
     """Token that stands for later ones; unset: the last one of the vocabulary that is not drafted."""
     anchors: int = Field(64, ge=1)
@@ -41,7 +47,8 @@ class PardRecipe(LabelledRecipe):
     """The target's distributions at all depths of a draft in one pass (arXiv 2504.18583).
 
     The paper drops more positions at every depth; here the masks of all depths are learned at the same random
-    positions, and the first depth everywhere. `--from` takes a `draft_model` as well.
+    positions, and the first depth everywhere. `--from` takes a `draft_model` as well. With `states` it is PARD-2 (arXiv
+    2605.08632), whose authors weight a depth by the probability of the tokens before it; here it is the decay.
     """
 
     name = "pard"
@@ -67,6 +74,7 @@ class PardRecipe(LabelledRecipe):
             "model": draft_config(setup.config, blocks),
             "blocks": () if setup.checkpoint is None else blocks,
             "depth": o.depth,
+            "state_layers": parse_hidden_layers(o.states, setup.card.layers + 1, "--set states"),
             "mask_token": _mask_token(setup) if o.mask_token is None else o.mask_token,
         }
         network = PardNetwork(validate(PardConfig, values, "--set"), setup.embedding_and_head)
@@ -87,7 +95,10 @@ class PardRecipe(LabelledRecipe):
         first = F.pad(labels.row >= 0, (0, 1))
         wanted = [first, *(row[..., i] >= 0 for i in range(1, depth))]
         targets = [labels.logits, *(labels.logits[row[..., i][mask]] for i, mask in enumerate(wanted[1:], 1))]
-        states = network(batch.token, anchor, wanted)
+        read = [batch.features[self.hidden_layers.index(layer)] for layer in self.config.state_layers]
+        kept = torch.rand(len(batch.token), device="cpu") >= o.state_drop if read else None
+        given = None if kept is None else torch.cat(read, -1) * kept.to(batch.token.device)[:, None, None]
+        states = network(batch.token, anchor, wanted, given)
         pairs = [(self.network.compute_logits(s, labels.candidates), t) for s, t in zip(states, targets, strict=True)]
         metrics = {f"depth {i + 1} top 1": top1_agreement(q.detach(), p) for i, (q, p) in enumerate(pairs)}
         return Loss(unrolled_loss(pairs, o.decay, o.hard, o.objective), metrics | {"covered": labels.covered})

@@ -1,0 +1,122 @@
+"""Layers of multi-token prediction, new ones or those of the target's checkpoint (arXiv 2412.19437, 2509.18362)."""
+
+from typing import Self
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from foretell.catalogue.feature_level import mtp_method
+from foretell.catalogue.options.feature_level import EagleTreeOptions
+from foretell.engine.method import AnyMethod
+from foretell.model.load.mtp import layers_like
+from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.mtp import MTPConfig, MTPNetwork
+from foretell.train.data.batch import Batch
+from foretell.train.objective.unrolled import top1_agreement, unrolled_loss
+from foretell.train.recipe.base import MAX_COUNT, MEASURE_TREE_NODES, LabelledRecipe, LabelOptions, Loss, RecipeSetup
+from foretell.train.recipe.eagle import sample_positions
+from foretell.train.recipe.init_from_target import EMBEDDING_SHARE, OUTPUT_SCALE, at_least, root_mean_square
+from foretell.utils.validation import validate
+
+_RECURSIVE_STEPS = 3
+"""Steps of a single layer on its own outputs (FastMTP's)."""
+
+
+class MTPTraining(LabelOptions):
+    """Options of `--set`."""
+
+    layers: int | None = Field(None, ge=1, le=MAX_COUNT)
+    """Layers, each of which predicts a token further; unset: as many as the target's checkpoint has, else 1."""
+    steps: int | None = Field(None, ge=1, le=MAX_COUNT)
+    """Tokens that are learned after each position; unset: as many as layers, and for one layer 3."""
+    positions: int = Field(4096, ge=1)
+    """Maximum number of random positions of a batch at which the loss is computed."""
+    decay: float = Field(0.6, gt=0, le=1)
+    """Weight of a step's loss relative to that of the previous step."""
+
+
+class MTPRecipe(LabelledRecipe):
+    """The target's distributions of the tokens after the next one, layer by layer, with the text's tokens in between.
+
+    The training begins with the layers of the target's checkpoint, if it has any; else with copies of its last block.
+    """
+
+    name = "mtp"
+    network: MTPNetwork
+    config: MTPConfig
+
+    def __init__(self, setup: RecipeSetup, network: MTPNetwork, options: MTPTraining) -> None:
+        self.network, self.config, self.options = network, network.config, options
+        self._embedding_and_head = setup.embedding_and_head
+        self._steps = options.steps or (network.layers if network.layers > 1 else _RECURSIVE_STEPS)
+        if 1 < network.layers < self._steps:
+            raise ValueError(
+                f"--set steps={self._steps}: {network.layers} layers predict one token each; only a single layer "
+                "predicts more"
+            )
+
+    @classmethod
+    def build(cls, setup: RecipeSetup) -> Self:
+        """Copy the layers of the target's checkpoint, else its last block.
+
+        Raises:
+            ValueError: unknown options, or values that do not fit the target.
+        """
+        o = setup.parse_options(MTPTraining)
+        published = [] if setup.checkpoint is None else setup.checkpoint.prediction_layers()
+        values = {
+            "target": setup.card,
+            "draft_vocab": setup.draft_vocab,
+            "model": layers_like(setup.config, o.layers or len(published) or 1),
+        }
+        network = setup.create_network(MTPNetwork, validate(MTPConfig, values, "--set"))
+        recipe = cls(setup, network, o)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(setup.seed)
+            if published:
+                network.init_from_layers(published)
+            else:
+                init_from_last_block(network, setup)
+        return recipe
+
+    @property
+    def draft_length(self) -> int:
+        """Tokens that it learns after each position."""
+        return self._steps
+
+    def loss(self, network: nn.Module, batch: Batch) -> Loss:
+        """The weighted sum over the steps."""
+        o = self.options
+        labels = self.target_labels(batch, sample_positions(batch.loss_mask, o.positions)).with_candidates(o.candidates)
+        steps = [labels.shifted(1 + i) for i in range(self._steps)]
+        states = network(batch.token, self.head_states(batch), [mask for mask, _ in steps])
+        pairs = [
+            (self.network.compute_logits(state, labels.candidates), target)
+            for state, (_, target) in zip(states, steps, strict=True)
+        ]
+        metrics = {f"step {i + 1} top 1": top1_agreement(q.detach(), p) for i, (q, p) in enumerate(pairs)}
+        return Loss(unrolled_loss(pairs, o.decay, o.hard, o.objective), metrics | {"covered": labels.covered})
+
+    def method(self, network: Speculator) -> AnyMethod:
+        """A dynamic tree, verified greedily."""
+        assert isinstance(network, MTPNetwork)
+        return mtp_method(network.to_layer(), EagleTreeOptions(num_draft_tokens=MEASURE_TREE_NODES))
+
+
+def init_from_last_block(network: MTPNetwork, setup: RecipeSetup) -> None:
+    """The target's last block, whose outputs are scaled down, and the hidden state itself as its input, with noise that
+    depends on the token; without a checkpoint random weights.
+    """
+    d, last = network.target_info.hidden, setup.last_blocks(1)
+    scales = torch.ones(d) if last is None else at_least(last.norm.weight, 0.1)
+    network.init_random()
+    for block, part in zip(network.blocks, network.parts, strict=True):
+        part.combine.weight[:, :d] = torch.randn(d, d) * EMBEDDING_SHARE / d**0.5
+        part.combine.weight[:, d:] = torch.diag(root_mean_square(scales) / scales)
+        if last is not None:
+            part.norm.weight.copy_(last.norm.weight)
+            block.load_state_dict(last.blocks[-1].state_dict())
+            for name, parameter in block.named_parameters():
+                if name.startswith("output.") or "down." in name:
+                    parameter.mul_(OUTPUT_SCALE)
