@@ -19,13 +19,14 @@ SPECIAL = (*_TAGS, FAKE, END, IMAGE)
 LETTERS = "abcdefghijklmnopqrstuvwxyz\n:? UA"
 VOCAB = 64
 IMAGE_TOKEN = VOCAB - 1
+_VIDEO_TOKEN = VOCAB - 3
 PARTS = (
     "{% for c in m['content'] %}{% if c['type'] == 'image' %}<image>{% else %}{{ c['text'] }}{% endif %}{% endfor %}"
 )
 TEMPLATE = "{% for m in messages %}U:" + PARTS + "\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
 """As those of published models, it reads parts alone, not strings."""
-FAMILIES = ("llava", "llava of stablelm", "idefics3", "smolvlm")
-"""The second has a text model that the own decoder does not know, so that transformers runs it."""
+FAMILIES = ("llava", "llava of stablelm", "idefics3", "smolvlm", "qwen2_5_vl")
+"""The second and the last have a text model that the own decoder does not know, so that transformers runs it."""
 
 _TEXT = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -37,17 +38,32 @@ _VISION = {
 }  # fmt: skip
 
 
-def _tokenizer() -> Any:
+def _tokenizer(**named: str) -> Any:
     texts = [*LETTERS, *(f"<{i}>" for i in range(VOCAB - len(LETTERS) - len(SPECIAL))), *SPECIAL]
     tokenizer = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(texts)}, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     tokenizer.add_special_tokens([*SPECIAL])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=named)
     fast.add_special_tokens({"additional_special_tokens": [*SPECIAL]})
     return fast
 
 
+class _QwenProcessor(transformers.Qwen2_5_VLProcessor):
+    """Qwen's own without the part for videos, which needs torchvision."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+
 def _write_processor(family: str, folder: Path) -> None:
+    if family == "qwen2_5_vl":
+        tokenizer = _tokenizer(image_token=IMAGE, video_token=FAKE)
+        reader = transformers.Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+        # Qwen's images stand between two tokens, without which transformers counts neighbours as one.
+        template = TEMPLATE.replace(IMAGE, f"{_TAGS[0]}{IMAGE}{_TAGS[1]}")
+        _QwenProcessor(reader, tokenizer, chat_template=template).save_pretrained(folder)
+        return
     if family.startswith("llava"):
         sizes = {"height": 8, "width": 8}
         transformers.LlavaProcessor(
@@ -81,11 +97,25 @@ def _write(model: Any, folder: Path) -> None:
 
 @cache
 def vision_model(family: str) -> Path:
-    """The directory of a model of a family: four image tokens for each (part of an) image, in float32."""
+    """The directory of a model of a family, in float32. For an image Qwen has as many tokens as it has squares of 8 x 8
+    pixels; the others have four for each part of an image.
+    """
     folder = Path(mkdtemp()) / family
     _write_processor(family, folder)
     text = {"model_type": family.partition(" of ")[2] or "llama", **_TEXT}
     torch.manual_seed(0)
+    if family == "qwen2_5_vl":
+        positions = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        tower = {
+            "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
+            "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1],
+        }  # fmt: skip
+        whole = transformers.Qwen2_5_VLConfig(
+            text_config={**_TEXT, "rope_parameters": positions}, vision_config=tower, image_token_id=IMAGE_TOKEN,
+            video_token_id=_VIDEO_TOKEN,
+        )  # fmt: skip
+        _write(transformers.Qwen2_5_VLForConditionalGeneration(whole), folder)
+        return folder
     if family.startswith("llava"):
         clip = transformers.CLIPVisionConfig(**_VISION, image_size=8, projection_dim=16)
         config = transformers.LlavaConfig(
@@ -121,11 +151,27 @@ def two_way_model() -> Path:
 
 
 @cache
+def gemma3_model() -> Path:
+    """The directory of a Gemma 3, whose image tokens attend to each other."""
+    folder = Path(mkdtemp()) / "gemma3"
+    _tokenizer().save_pretrained(folder)
+    text = {"model_type": "gemma3_text", **_TEXT, "head_dim": 16, "sliding_window": 8}
+    vision = {"model_type": "siglip_vision_model", **_VISION, "image_size": 16}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=IMAGE_TOKEN,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    _write(transformers.Gemma3ForConditionalGeneration(config), folder)
+    return folder
+
+
+@cache
 def reference(family: str) -> tuple[Any, Any]:
     """The model and its processor, as transformers reads them."""
     path = vision_model(family)
     model = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-    reader = transformers.LlavaProcessor if family.startswith("llava") else transformers.Idefics3Processor
+    readers = {"llava": transformers.LlavaProcessor, "qwen2_5_vl": _QwenProcessor}
+    reader = readers.get(family.partition(" of ")[0], transformers.Idefics3Processor)
     return model.eval(), reader.from_pretrained(path)
 
 

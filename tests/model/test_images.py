@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 import foretell
@@ -21,7 +22,7 @@ from foretell.model.config.readers.hf import from_hf
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.runner import ReadsImages
 from foretell.verify.logits import read_chunk
-from vision import FAMILIES, IMAGE, IMAGE_TOKEN, picture, reference, two_way_model, vision_model
+from vision import FAMILIES, IMAGE, IMAGE_TOKEN, gemma3_model, picture, reference, two_way_model, vision_model
 
 TEXT = "abcabcabcab"
 PICTURES = picture(1, 40, 24), picture(2, 8, 16)
@@ -83,11 +84,19 @@ def test_the_model_is_the_own_decoder_whose_passes_without_images_are_those_of_t
 
 
 @pytest.mark.parametrize(
-    ("method", "temperature"),
-    [("suffix", 0.0), ("suffix", 1.0), ("recycling", 1.0), ("layer_skip", 0.0), ("early_exit", 0.0)],
+    ("family", "method", "temperature"),
+    [
+        ("smolvlm", "suffix", 0.0),
+        ("smolvlm", "suffix", 1.0),
+        ("smolvlm", "recycling", 1.0),
+        ("smolvlm", "layer_skip", 0.0),
+        ("smolvlm", "early_exit", 0.0),
+        ("qwen2_5_vl", "suffix", 1.0),
+        ("qwen2_5_vl", "recycling", 0.0),
+    ],
 )
-def test_drafted_text_behind_an_image_is_that_of_plain_decoding(method: str, temperature: float) -> None:
-    behind = model().with_images(PICTURES[:1], TEXT)
+def test_drafted_text_behind_an_image_is_that_of_plain_decoding(family: str, method: str, temperature: float) -> None:
+    behind = model(family).with_images(PICTURES[:1], TEXT)
     plain, drafted = (answer(behind, name, temperature) for name in ("autoregressive", method))
     assert drafted.tokens == plain.tokens and drafted.statistics.drafted > 0
     assert drafted.statistics.target_passes <= plain.statistics.target_passes
@@ -96,6 +105,8 @@ def test_drafted_text_behind_an_image_is_that_of_plain_decoding(method: str, tem
 def test_prompt_chunks_of_any_size_see_the_same_image() -> None:
     behind = model().with_images(PICTURES, TEXT)
     assert torch.equal(logits_of(behind, ()), logits_of(behind, (3, 9, 1, 14)))
+    behind = model("qwen2_5_vl").with_images(PICTURES, TEXT)
+    torch.testing.assert_close(logits_of(behind, ()), logits_of(behind, (3, 9, 1, 14)), rtol=0, atol=1e-4)
 
 
 def test_a_request_beside_others_and_from_the_prefix_cache_reads_its_own_image() -> None:
@@ -164,6 +175,17 @@ def test_a_configuration_of_llava_leaves_out_what_is_llama_s() -> None:
 def test_a_model_whose_image_tokens_attend_to_each_other_is_refused() -> None:
     with pytest.raises(ValueError, match="in a way that token trees cannot follow"):
         foretell.load(str(two_way_model()), "float32").with_images([picture(1)], TEXT)
+
+
+def test_gemma_3_reads_text_as_transformers_does_and_refuses_images() -> None:
+    path, tokens = gemma3_model(), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    causal = foretell.load(str(path), "float32")
+    with torch.inference_mode():
+        ours, own = read_chunk(causal.runner(), tokens, len(tokens)), whole(input_ids=torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(ours, own, rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match=r"reads text only: .*image tokens that attend to later ones.*are not read"):
+        causal.with_images([picture(1)], TEXT)
 
 
 def test_from_the_command_line() -> None:

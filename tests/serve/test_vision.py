@@ -41,11 +41,11 @@ def ask(server: Server, *messages: Any, **fields: Any) -> Any:
     return server.post("/v1/chat/completions", body | fields).json()
 
 
-def text_of_transformers(messages: list[Any], pictures: list[Any], tokens: int = 12) -> str:
+def text_of_transformers(messages: list[Any], pictures: list[Any], tokens: int = 12, family: str = "smolvlm") -> str:
     """What the model of transformers answers, greedily."""
     from PIL import Image
 
-    model, processor = reference("smolvlm")
+    model, processor = reference(family)
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
     images = [Image.open(p) for p in pictures] or None
     inputs = processor(text=text, images=images, return_tensors="pt")
@@ -73,6 +73,15 @@ def test_answers_of_a_conversation_are_those_of_transformers(server: Server) -> 
         },
     ]
     assert ask(server, *turns)["choices"][0]["message"]["content"] == text_of_transformers(own, [PICTURE, OTHER])
+
+
+def test_answers_of_a_model_with_positions_by_height_and_width_are_those_of_transformers() -> None:
+    family, turn = "qwen2_5_vl", user(image(data_url(PICTURE)), TEXT, image(data_url(OTHER)))
+    parts = [{"type": "image"}, {"type": "text", "text": TEXT}, {"type": "image"}]
+    expected = text_of_transformers([{"role": "user", "content": parts}], [PICTURE, OTHER], family=family)
+    for method in ("autoregressive", "suffix"):
+        with running_server(loaded_model=foretell.load(str(vision_model(family)), "float32"), method=method) as found:
+            assert ask(found, turn)["choices"][0]["message"]["content"] == expected
 
 
 def test_prompts_of_different_images_share_no_prefix(server: Server) -> None:

@@ -42,8 +42,9 @@ class ModelRequests:
         vision = self.vision
         if vision is None:
             raise ValueError(
-                f"{self.name} reads text only: leave out the image, or give a model of the kind of SmolVLM, Idefics 3 "
-                "or Llava, in one process"
+                f"{self.name} reads text only: leave out the image, or give a model of the kind of SmolVLM, Idefics 3, "
+                "Llava or Qwen2.5-VL, in one process; image tokens that attend to later ones, as those of Gemma 3 do, "
+                "are not read"
             )
         read = list[ReadImage]()
         for path in images:

@@ -161,7 +161,11 @@ class PromptEncoder:
         read = list[ReadImage]()
         for place, (role, url) in urls.items():
             if self._vision is None:
-                raise bad_request("this model reads text only; leave the image out", place)
+                raise bad_request(
+                    "this model reads text only; leave the image out (image tokens that attend to later ones, as those "
+                    "of Gemma 3 do, are not read)",
+                    place,
+                )
             if role != "user":
                 raise bad_request(f"images are read in messages of the user, and this one is of the role {role}", place)
             data = _data_of(url, place)

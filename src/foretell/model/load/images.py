@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from foretell.core.tree import tree_from_lists
 from foretell.model.load.transformers import HFRunner, import_transformers, load_error, load_vision, quiet
@@ -25,6 +25,12 @@ _MOST_PIXELS = 1 << 25
 """Larger images are refused before they are decoded."""
 _KEPT = 8
 """Images whose embeddings are kept for later prompts, those used last."""
+_READERS = {
+    "smolvlm": "Idefics3Processor",
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+}
+"""Processors of models whose own one needs packages for videos; that of Idefics 3 writes images as SmolVLM's does."""
 _TOLERANCE = 0.02
 """Of the largest logit, between our passes behind an image and the model's own."""
 
@@ -36,6 +42,8 @@ class ReadImage(NamedTuple):
     """What stands in a prompt for the image; the image token in every place that has an embedding."""
     embeddings: Float[torch.Tensor, "k d"]
     digest: str
+    axes: Int[np.ndarray, "3 n"] | None = None
+    """Positions of the tokens by time, height and width; None: one after the other."""
 
 
 class ImagePrompt(NamedTuple):
@@ -87,22 +95,24 @@ class VisionLanguage:
         places = list(tokens).count(self.image_token)
         if not images or places != len(images):
             raise ValueError(f"the prompt names {places} places for images, and there are {len(images)} images")
-        left, expanded = iter(images), list[int]()
+        left, expanded, starts = iter(images), list[int](), list[int]()
         for token in tokens:
+            starts += [len(expanded)] * (token == self.image_token)
             expanded += next(left).tokens if token == self.image_token else [token]
         digest = hashlib.sha256("".join(image.digest for image in images).encode()).hexdigest()
-        positions = np.flatnonzero(np.array(expanded) == self.image_token)
-        return ImagePrompt(expanded, PromptImages(positions, torch.cat([i.embeddings for i in images]), digest))
+        positions, embeddings = np.flatnonzero(np.array(expanded) == self.image_token), [i.embeddings for i in images]
+        axes = _axes(len(expanded), [(s, i.axes) for s, i in zip(starts, images, strict=True) if i.axes is not None])
+        return ImagePrompt(expanded, PromptImages(positions, torch.cat(embeddings), digest, axes))
 
     @cached_property
     def _processor(self) -> Any:
         transformers = import_transformers("images are read by transformers")
-        # SmolVLM's own processor needs packages for videos, and writes images as that of Idefics 3 does.
-        is_smolvlm = self._encoder.config.model_type == "smolvlm"
-        reader = transformers.Idefics3Processor if is_smolvlm else transformers.AutoProcessor
+        reader = _READERS.get(self._encoder.config.model_type, "AutoProcessor")
         try:
             with quiet(transformers):
-                return reader.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+                return _without_videos(getattr(transformers, reader)).from_pretrained(
+                    self.path, local_files_only=True, trust_remote_code=False
+                )
         except Exception as error:  # Depends on the files that are there.
             raise load_error(self.path, error) from error
 
@@ -118,12 +128,13 @@ class VisionLanguage:
                 text=str(processor.image_token), images=[picture], add_special_tokens=False, return_tensors="pt"
             ).to(self.device, self.dtype)
             embeddings = _embeddings(encoder, inputs)
+            axes = _asked(getattr(encoder, "get_rope_index", None), inputs)
         except Exception as error:  # Depends on the processor and the model.
             raise ValueError(f"{self.path}: this model cannot read this image ({error})") from error
         tokens = tuple(inputs["input_ids"][0].tolist())
         if embeddings is None or len(embeddings) != tokens.count(self.image_token):
             raise self._unreadable()
-        read = ReadImage(tokens, embeddings, digest)
+        read = ReadImage(tokens, embeddings, digest, None if axes is None else axes[0][:, 0].cpu().numpy())
         if self.model is not None:
             self._check(read, inputs)
         return read
@@ -131,7 +142,8 @@ class VisionLanguage:
     def _check(self, read: ReadImage, inputs: Any) -> None:
         """Compare our reading of an image with that of the whole model."""
         runner, n, own = HFRunner(self.model), len(read.tokens), self.model(**inputs, use_cache=False).logits[0, -1]
-        runner.show(0, PromptImages(np.flatnonzero(np.array(read.tokens) == self.image_token), read.embeddings, ""))
+        places = np.flatnonzero(np.array(read.tokens) == self.image_token)
+        runner.show(0, PromptImages(places, read.embeddings, "", read.axes))
         ours = runner.forward([0], tree_from_lists([read.tokens], [range(-1, n - 1)])).logits[-1]
         if (ours - own.to(ours.dtype)).abs().max() > _TOLERANCE * ours.abs().max():
             raise self._unreadable()
@@ -139,20 +151,51 @@ class VisionLanguage:
     def _unreadable(self) -> ValueError:
         return ValueError(
             f"{self.path}: this model reads images in a way that token trees cannot follow (positions, attention or "
-            "embeddings of its own for them); use a model of the Llava or Idefics kind"
+            "embeddings of its own for them); use a model of the Llava, Idefics or Qwen2.5-VL kind"
         )
+
+
+def _axes(length: int, images: Sequence[tuple[int, Int[np.ndarray, "3 k"]]]) -> Int[np.ndarray, "3 n"] | None:
+    """Positions of the tokens of a prompt by time, height and width, with images that begin at these places; None:
+    there are no images that count so.
+
+    Text behind an image goes on after the largest position in it (Qwen2-VL, arXiv 2409.12191).
+    """
+    if not images:
+        return None
+    axes = np.tile(np.arange(length), (3, 1))
+    for start, own in images:
+        end = start + own.shape[1]
+        axes[:, start:end] = axes[:, start : start + 1] + own
+        axes[:, end:] += own.max() + 1 - own.shape[1]
+    return axes
 
 
 def _embeddings(encoder: Any, inputs: Mapping[str, Any]) -> Float[torch.Tensor, "k d"] | None:
     """What the connector gives for the images of a prompt; None: the model has no such function."""
-    read = getattr(encoder, "get_image_features", None)
-    if read is None:
+    features = _asked(getattr(encoder, "get_image_features", None), inputs)
+    if features is None:
         return None
-    known = inspect.signature(read).parameters
-    features = read(**{name: value for name, value in inputs.items() if name in known})
     features = getattr(features, "pooler_output", features)
     parts = [features] if isinstance(features, torch.Tensor) else features
     return torch.cat([part.flatten(0, -2) for part in parts])
+
+
+def _without_videos(reader: Any) -> Any:
+    """The class of a processor without its part for videos."""
+    names = getattr(reader, "get_attributes", list)()
+    if "video_processor" not in names:
+        return reader
+    names.remove("video_processor")
+    return type(reader.__name__, (reader,), {"get_attributes": staticmethod(lambda: names)})
+
+
+def _asked(function: Any, inputs: Mapping[str, Any]) -> Any:
+    """What a function of the model gives for those of the inputs that it takes; None: the model has none."""
+    if function is None:
+        return None
+    known = inspect.signature(function).parameters
+    return function(**{name: value for name, value in inputs.items() if name in known})
 
 
 def _open(data: bytes) -> Any:

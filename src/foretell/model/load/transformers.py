@@ -181,9 +181,11 @@ class HFRunner(Runner, ReadsImages):
         positions = row.length + tree.depth[i, nodes]
         keys = np.concatenate([np.arange(row.length), row.length + tree.depth[i, row.nodes]])
         mask = self.masks.of(visible, torch.from_numpy(positions), torch.from_numpy(keys), dtype)
+        images = self._images.get(number)
+        axes = positions if images is None or images.axes is None else images.axes_at(positions)
         return self.model(
-            **self._inputs(tree.token[i, nodes], positions, self._images.get(number)),
-            position_ids=torch.from_numpy(positions)[None].to(device),
+            **self._inputs(tree.token[i, nodes], positions, images),
+            position_ids=torch.from_numpy(axes)[..., None, :].to(device),
             attention_mask=tree_map(lambda m: m.to(device), mask),
             use_cache=True,
             output_hidden_states=hidden_states,

@@ -170,6 +170,17 @@ class PromptImages:
     embeddings: Float[torch.Tensor, "k d"]
     digest: str
     """Identifies the embeddings: prompts with the same one and the same first tokens have the same prefix."""
+    axes: Int[np.ndarray, "3 n"] | None = None
+    """Positions of the prompt's tokens by time, height and width, where those of an image count so (Qwen2-VL, arXiv
+    2409.12191); None: their places.
+    """
+
+    def axes_at(self, places: Int[np.ndarray, " n"]) -> Int[np.ndarray, "3 n"]:
+        """Positions at places of a text that begins with the prompt: behind it they go on one by one."""
+        assert self.axes is not None
+        length = self.axes.shape[1]
+        behind = self.axes.max() + 1 + places - length
+        return np.where(places < length, self.axes[:, np.minimum(places, length - 1)], behind)
 
 
 class ReadsImages(ABC):
