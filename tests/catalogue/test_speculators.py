@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from foretell.catalogue import BuildContext, build, speculators
-from foretell.catalogue.speculators import find_draft_models, require_draft_models, require_draft_predictor
-from foretell.draft import DraftModel, HeadsDrafter, HybridDrafter, MixtureDrafter
+from foretell.catalogue.speculators import (
+    find_draft_models,
+    require_draft_models,
+    require_draft_predictor,
+    trained_speculator,
+)
+from foretell.draft import DraftModel, HeadsDrafter, HybridDrafter, MixtureDrafter, OnlineDrafter
 from foretell.engine.request import Request
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.transforms import DecoderTransform
@@ -45,6 +50,18 @@ def test_a_speculator_of_another_kind_and_one_too_many_are_refused() -> None:
         ValueError, match=r"train one with `foretell train draft_model`, or name one with --draft-model DIR; layer_skip"
     ):
         build("draft_model", build_context())
+
+
+def test_what_one_method_learns_changes_no_other_one_of_the_same_draft_model() -> None:
+    context = build_context("draft_model")
+    one, other = (build("online", context).draft for _ in range(2))
+    assert isinstance(one, OnlineDrafter) and isinstance(other, OnlineDrafter)
+    known = trained_speculator(context, "draft_model")
+    for parameter in one.network.parameters():
+        parameter.data += 1
+    for network in (other.network, known):
+        pairs = zip(network.parameters(), one.network.parameters(), strict=True)
+        assert not any(torch.equal(a.float(), b.float()) for a, b in pairs)
 
 
 def test_blockwise_lossy_drafts_with_heads_or_draft_models() -> None:
