@@ -48,7 +48,7 @@ def _tokenizer(**named: str) -> Any:
     return fast
 
 
-class _QwenProcessor(transformers.Qwen2_5_VLProcessor):
+class _QwenProcessor(transformers.Qwen2_5_VLProcessor):  # type: ignore[misc]
     """Qwen's own without the part for videos, which needs torchvision."""
 
     @classmethod

@@ -183,7 +183,7 @@ def _embeddings(encoder: Any, inputs: Mapping[str, Any]) -> Float[torch.Tensor, 
 
 def _without_videos(reader: Any) -> Any:
     """The class of a processor without its part for videos."""
-    names = getattr(reader, "get_attributes", list)()
+    names: list[str] = getattr(reader, "get_attributes", list)()
     if "video_processor" not in names:
         return reader
     names.remove("video_processor")
