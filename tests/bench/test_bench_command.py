@@ -258,6 +258,12 @@ def test_a_step_is_timed_with_ratios(tmp_path: Path) -> None:
     assert "whole numbers" in refused("step", "--model", target(), "--tokens", "1,x")
 
 
+def test_a_step_prints_json_in_place_of_tables() -> None:
+    sizes = ["--tokens", "1", "--context", "16", "--repeats", "1", "--no-engine", "--dtype", "float32"]
+    report = json.loads(bench("step", "--model", target(), *sizes, "--json", "-").stdout)
+    assert {p["competitor"] for p in report["passes"]} >= {"foretell float32"}
+
+
 TOY = {
     "model_type": "llama",
     "hidden_size": 64,

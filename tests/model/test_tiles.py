@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or _GCC is None, 
 
 _PRODUCT = re.compile(r"\tvpmaddubsw|\tvpmaddwd|\tvfmadd|\tvpdpbusd|\tvdpbf16ps")
 _MOVE = re.compile(r"\tv\w+\t[^\n]*\(%r[sb]p\)")
-_TILE = """extern "C" __attribute__((flatten)) void hot_{name}(
+_TILE = """extern "C" __attribute__((flatten)) void hot_{symbol}(
     const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, void* out) {{
   using Product = {product};
   Product::tile<Product::kMaxTokens, Prefetch::kAhead>(panel, x, stride, in, next, (Float*)out);
@@ -31,15 +31,18 @@ _FOUR_BITS = {"Q4_0": 16, "Q4_1": 16, "Q4_Z": 16, "Q4_K": 16}
 _FLOATS = {"Bfloat16": 4, "Float32": 4, "attention": 12}
 _TWO_SCALES = {"Q6_K": 160, "NVFP4": 160}
 _CODEBOOKS = ("IQ4_NL", "IQ4_XS")
+_UNPACKED = {"Unpacked<Q4_K>": 16, "Unpacked<Q5_K>": 48, "Unpacked<Q6_K>": 130, "Unpacked<NVFP4>": 88}
 _MOST = {
     "avx2": _FOUR_BITS
     | _FLOATS
     | _TWO_SCALES
+    | _UNPACKED
     | dict.fromkeys(_CODEBOOKS, 56)
     | {"MXFP4": 48, "Q5_0": 64, "Q5_1": 64, "Q5_K": 64, "Q8_0": 48},
     "avx2_vnni": _FOUR_BITS
     | _FLOATS
     | _TWO_SCALES
+    | _UNPACKED
     | dict.fromkeys(_CODEBOOKS, 16)
     | {"MXFP4": 24, "Q5_0": 16, "Q5_1": 16, "Q5_K": 16, "Q8_0": 16},
 }
@@ -56,7 +59,11 @@ def _source(name: str) -> str:
     if name == "attention":
         return _ATTENTION
     product = f"FloatProduct<{name}>" if name in _FLOATS else f"QuantizedProduct<{name}>"
-    return _TILE.format(name=name, product=product)
+    return _TILE.format(symbol=_symbol(name), product=product)
+
+
+def _symbol(name: str) -> str:
+    return re.sub(r"\W", "_", name)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +80,8 @@ def test_hot_loops_hardly_touch_the_stack(instructions: str, tmp_path: Path) -> 
     subprocess.run(command, check=True)
     text = assembly.read_text()
     for name, most in most_moves.items():
-        body = re.search(rf"^hot_{name}:$(.*?)^\t\.size\thot_{name}\b", text, re.DOTALL | re.MULTILINE)
+        hot = f"hot_{_symbol(name)}"
+        body = re.search(rf"^{hot}:$(.*?)^\t\.size\t{hot}\b", text, re.DOTALL | re.MULTILINE)
         assert body is not None, name
         blocks = re.split(r"^\.L\d+:", body[1], flags=re.MULTILINE)
         loops = "".join(block for block in blocks if _PRODUCT.search(block))

@@ -50,6 +50,8 @@ def test_the_command_compares_servers_in_turn(server: Server, tmp_path: Path) ->
     assert sum(first["plain"]) < sum(a["prompt_tokens"] for a in results[0]["answers"]) / 2
     assert [row.split("|")[1].strip() for row in rows[1:]] == ["ours, 1", "plain, 1", "ours, 3", "plain, 3"]
     assert all(row.endswith("| 100% |") for row in rows[1:])
+    printed = CliRunner().invoke(app, [*command[:-1], "-"]).stdout
+    assert {r["server"] for r in json.loads(printed)} == {"ours", "plain"}
 
 
 @pytest.mark.parametrize(

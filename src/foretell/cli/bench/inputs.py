@@ -1,6 +1,6 @@
 """Options that several commands of `foretell bench` have, and what is read from them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -92,3 +92,15 @@ def check_peer_device(names: Sequence[str], device: str) -> None:
     """
     if names and device != "cpu":
         raise ValueError(f"peers are measured on the CPU only: leave out --peers, or --device {device}")
+
+
+def print_or_write(table: Callable[[], None], json_file: Path | None, numbers: Callable[[], str]) -> None:
+    """Print a command's table, and write its numbers as JSON to a file if one was named; '-' prints them in place of
+    the table.
+    """
+    if json_file == Path("-"):
+        typer.echo(numbers())
+        return
+    table()
+    if json_file is not None:
+        json_file.write_text(numbers(), "utf-8")

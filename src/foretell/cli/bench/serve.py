@@ -12,7 +12,7 @@ from foretell.bench.identity import IdentityResult, check_identity, expected_ans
 from foretell.bench.load_test import LoadResult, Server, Workload, load_table, run_all, with_own_salts
 from foretell.bench.questions import BUILT_IN
 from foretell.bench.saved_answers import read_answers, save_answers
-from foretell.cli.bench.inputs import Categories, load_selected_questions, parse_counts
+from foretell.cli.bench.inputs import Categories, load_selected_questions, parse_counts, print_or_write
 from foretell.cli.given import refuse_unused
 from foretell.utils.assignments import split_assignment
 from foretell.utils.paths import require_file_place
@@ -47,7 +47,10 @@ def serve_(
         ),
     ] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write every answer's numbers to this file.")
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Write every answer's numbers to this file; - prints them, no table."
+        ),
     ] = None,
     requests: Annotated[
         int | None,
@@ -94,10 +97,12 @@ def serve_(
         typer.echo(f"{result.server}, {result.concurrency} streams: {speed}", err=True)
 
     results = run_all(named, workload, counts, repeats, report)
-    typer.echo(load_table(results).markdown(), nl=False)
-    if json_file is not None:
-        asked = [q.category for q in selected.questions]
-        json_file.write_text(json.dumps([_record(r, asked) for r in results], indent=1), "utf-8")
+    asked = [q.category for q in selected.questions]
+    print_or_write(
+        lambda: typer.echo(load_table(results).markdown(), nl=False),
+        json_file,
+        lambda: json.dumps([_record(r, asked) for r in results], indent=1),
+    )
 
 
 def _record(result: LoadResult, categories: Sequence[str]) -> dict[str, object]:

@@ -16,7 +16,15 @@ from foretell.bench.peers.export import default_folder
 from foretell.bench.questions import BUILT_IN, load_questions
 from foretell.bench.random_file import random_model_file
 from foretell.bench.random_model import random_models
-from foretell.cli.bench.inputs import Device, Folder, ModelName, Threads, check_peer_device, parse_counts
+from foretell.cli.bench.inputs import (
+    Device,
+    Folder,
+    ModelName,
+    Threads,
+    check_peer_device,
+    parse_counts,
+    print_or_write,
+)
 from foretell.cli.garbage import freeze_garbage_collector
 from foretell.cli.given import refuse_unused
 from foretell.cli.options import split_commas
@@ -58,7 +66,9 @@ def step(
     rows: Annotated[str, typer.Option(help="Batch sizes of plain decoding.")] = "1,16",
     engine: Annotated[bool, typer.Option(help="Time whole engine steps, too: batches, and prompt lookup.")] = True,
     gguf_cache: Folder = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all samples to this file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all samples to this file; - prints them and no table.")
+    ] = None,
 ) -> None:
     """Time one pass of the target over a few new tokens, interleaved with other runtimes; medians and ratios.
 
@@ -102,9 +112,7 @@ def step(
         machine=describe_machine(device),
         passes=tuple(passes), throughput=tuple(throughput), ratio_goals=tuple(goals),
     )  # fmt: skip
-    print_step_report(report)
-    if json_file is not None:
-        json_file.write_text(report.model_dump_json(indent=1))
+    print_or_write(lambda: print_step_report(report), json_file, lambda: report.model_dump_json(indent=1))
 
 
 def _load_models(reference: str, shape: str | None, precisions: Sequence[str], device: str) -> list[Model]:

@@ -129,40 +129,65 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
 // How bfloat16 words of blocks are kept that are widened for a product.
 using WidenedWords = std::conditional_t<kMultipliesBfloat16 || kWholePanels, Bfloat16, WidenedBfloat16>;
 
-// The same for blocks of kind K whose numbers are widened to words of P, a few groups of a panel at a time.
+// Groups of K as words of P, for float products.
 template <class P, class K>
+struct Widened {
+  using Product = FloatProduct<P>;
+  static constexpr int kChunk = std::is_same_v<K, TwoOfFour> ? 6 : 2, kMostTokens = 5 * Product::kMaxTokens;
+  static constexpr int kRowWords = kGroupInputs / P::kDepth, kWords = kRowWords * P::kWeightWords * kPanel;
+  static void write(const uint32_t* block, int group, uint32_t* words) { widen_words<P, K>(block, group, words); }
+};
+
+// The same for blocks of kind K of which W writes a few groups of a panel at a time into scratch: kChunk of kWords
+// words, for up to kMostTokens tokens with kRowWords words per group.
+template <class W, class K>
 void multiply_widened(const Weight& w, const Rows& x, int tokens, const Output& output, const Team& team) {
-  constexpr int kChunk = std::is_same_v<K, TwoOfFour> ? 6 : 2;
-  constexpr int kMostTokens = 5 * FloatProduct<P>::kMaxTokens, kDepth = P::kDepth;
+  using Product = typename W::Product;
   constexpr int kGroups = K::kInputs / kGroupInputs;  // per block
-  constexpr int kGroupWidened = kGroupInputs / kDepth * P::kWeightWords * kPanel;
-  alignas(64) uint32_t words[kChunk * kGroupWidened];
-  Float out[2 * kMostTokens];
+  alignas(64) uint32_t words[W::kChunk * W::kWords];
+  Float out[2 * W::kMostTokens];
   const size_t size = panel_words(w);
   const auto [from, to] = team.share((w.outputs + kPanel - 1) / kPanel);
   const int groups = w.inputs / kGroupInputs;
   for (int p = from; p < to; ++p)
-    for (int start = 0; start < tokens && !output.skips(p); start += kMostTokens) {
-      const Blocks blocks(std::min(kMostTokens, tokens - start), FloatProduct<P>::kMaxTokens);
+    for (int start = 0; start < tokens && !output.skips(p); start += W::kMostTokens) {
+      const Blocks blocks(std::min(W::kMostTokens, tokens - start), Product::kMaxTokens);
       for (int i = 0; i < 2 * blocks.tokens; ++i) out[i] = Float{};
-      for (int first = 0; first < groups; first += kChunk) {
-        const int some = std::min(kChunk, groups - first);
+      for (int first = 0; first < groups; first += W::kChunk) {
+        const int some = std::min(W::kChunk, groups - first);
         for (int g = first; g < first + some; ++g) {
           const uint32_t* block = w.words + p * size + g / kGroups * K::kWords;
           const int line = g % kGroups * (K::kWords / kGroups);
           prefetch_block<kBoundByMemory>((const char*)(block + 1024 + line), K::kWords / kGroups);
-          widen_words<P, K>(block, g % kGroups, words + (g - first) * kGroupWidened);
+          W::write(block, g % kGroups, words + (g - first) * W::kWords);
         }
-        const uint32_t* rows = x.words + start * x.stride + first * (kGroupInputs / kDepth);
+        const uint32_t* rows = x.words + start * x.stride + first * W::kRowWords;
         for (int b = 0, t = 0; b < blocks.count; ++b) {
           const int count = blocks.size(b, t);
-          pick_tile<FloatProduct<P>, Prefetch::kNone>(count)(words, rows + t * x.stride, x.stride, some * kGroupInputs,
-                                                             nullptr, out + 2 * t);
+          pick_tile<Product, Prefetch::kNone>(count)(words, rows + t * x.stride, x.stride, some * kGroupInputs,
+                                                     (const char*)words, out + 2 * t);
           t += count;
         }
       }
       for (int i = 0; i < blocks.tokens; ++i) apply_epilogue(output, w, out + 2 * i, p, start + i);
     }
+}
+
+// How many blocks of tokens it takes that a group of K is unpacked once for all of them; 0: each block unpacks it. By
+// measurement on Zen 3: worth it where scales are in units of a block's (Q6_K, NVFP4; from three blocks on Q4_K, Q5_K).
+// Levels in two planes cost more stores than they spare.
+template <class K>
+constexpr int kUnpackedFrom =
+    kWholePanels || kPlanes<K> == 2 ? 0 : K::kTwoScales ? 2 : K::kOffset && K::kInputs > 32 ? 3 : 0;
+
+// The same with int8 activations.
+template <class K>
+void multiply_quantized(const Weight& w, const Rows& x, int tokens, const Output& output, const Weight* following,
+                        const Team& team) {
+  if constexpr (kUnpackedFrom<K> > 0)
+    if (tokens > (kUnpackedFrom<K> - 1) * kHalfTokens && !output.runs)
+      return multiply_widened<Unpacked<K>, K>(w, x, tokens, output, team);
+  multiply_tiles<QuantizedProduct<K>>(w, x, tokens, output, following, team);
 }
 
 inline bool uses_tiles(const Weight& w, int tokens) {
@@ -240,14 +265,14 @@ void foretell::multiply(const Weight& w, const Rows& x, int tokens, const Output
   with_blocks(w.kind, [&](auto k) {
     using K = typename decltype(k)::Type;
     if (w.operand == kFloat32Operand)
-      multiply_widened<Float32, K>(w, x, tokens, output, team);
+      multiply_widened<Widened<Float32, K>, K>(w, x, tokens, output, team);
     else if (std::is_same_v<K, TwoOfFour> && tokens <= TwoOfFourProduct::kMaxTokens)
       multiply_tiles<TwoOfFourProduct>(w, x, tokens, output, following, team);
     else if constexpr (std::is_same_v<K, TwoOfFour>)
-      multiply_widened<Bfloat16, K>(w, x, tokens, output, team);
+      multiply_widened<Widened<Bfloat16, K>, K>(w, x, tokens, output, team);
     else if (w.operand == kBfloat16Operand)
-      multiply_widened<WidenedWords, K>(w, x, tokens, output, team);
+      multiply_widened<Widened<WidenedWords, K>, K>(w, x, tokens, output, team);
     else
-      multiply_tiles<QuantizedProduct<K>>(w, x, tokens, output, following, team);
+      multiply_quantized<K>(w, x, tokens, output, following, team);
   });
 }

@@ -378,6 +378,10 @@ struct Int8Blocks {
   }
 };
 
+// Planes of a kind's levels in products with int8 activations: two of four bits where sums are short and levels long.
+template <class K>
+constexpr int kPlanes = kShortSums && K::kMost > 127 ? 2 : 1;
+
 // Products with int8 activations: integers within a group, then one float32 step per group and scale, in the order of
 // the inputs. A tile has as many outputs and tokens as the registers hold sums: both halves of a panel where there are
 // 32 registers of 16 lanes, else one half after the other.
@@ -416,8 +420,7 @@ struct QuantizedProduct {
   }
 
  private:
-  // Levels of eight bits are two planes of four where sums are short.
-  static constexpr int kPlanes = kShortSums && K::kMost > 127 ? 2 : 1;
+  static constexpr int kPlanes = ::kPlanes<K>;
   using Sum = LevelSum<kPlanes == 2 ? 15 : K::kMost>;
   static constexpr int kParts = K::kTwoScales ? 2 : 1, kPartWords = kGroupWords / kParts;
   static constexpr int kSumWords = std::min(kPartWords, Sum::kMostWords), kPartSums = kPartWords / kSumWords;
@@ -475,6 +478,37 @@ struct QuantizedProduct {
           finish(total[h][t], scale, offset, row[t], number, acc[2 * t + half + h]);
       }
     }
+  }
+};
+
+// A group of K in scratch, for several blocks of tokens, whose levels are no planes: [word k][32 outputs], then scales
+// and offsets in float32. Each block loads what it would unpack again; products have the bits of those of K.
+template <class K>
+struct Unpacked {
+  using Product = QuantizedProduct<Unpacked>;
+  static constexpr bool kOffset = K::kOffset, kTwoScales = K::kTwoScales;
+  static constexpr int kInputs = kGroupInputs, kZero = K::kZero, kMost = K::kMost;
+  static constexpr int kParts = kTwoScales ? 2 : 1, kScales = kGroupWords * kPanel;
+  static constexpr int kWords = kScales + (kParts + kOffset) * kPanel;
+  static constexpr int kChunk = 4, kMostTokens = 8 * kHalfTokens, kRowWords = Int8Blocks::kRowWords;
+
+  static void write(const uint32_t* block, int group, uint32_t* words) {
+    for (int half = 0; half < 2; ++half, words += kLanes) {
+#pragma GCC unroll 8
+      for (int k = 0; k < kGroupWords; ++k) store(words + k * kPanel, K::level(block, group, half, k));
+      for (int part = 0; part < kParts; ++part)
+        store(words + kScales + part * kPanel, K::scale(block, group, half, part));
+      if constexpr (kOffset) store(words + kScales + kParts * kPanel, K::offset(block, group, half));
+    }
+  }
+  __attribute__((always_inline)) static Word level(const uint32_t* words, int, int half, int k) {
+    return load<Word>(words + k * kPanel + kLanes * half);
+  }
+  __attribute__((always_inline)) static Float scale(const uint32_t* words, int, int half, int part) {
+    return load<Float>(words + kScales + part * kPanel + kLanes * half);
+  }
+  __attribute__((always_inline)) static Float offset(const uint32_t* words, int, int half) {
+    return scale(words, 0, half, kParts);
   }
 };
 
