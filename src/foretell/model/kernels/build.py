@@ -15,7 +15,6 @@ import re
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -187,11 +186,21 @@ def _load(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]
 
 @contextlib.contextmanager
 def _announced(name: str) -> Iterator[None]:
-    """Say on a terminal, else in the log, that kernels are compiled, and how long it took."""
-    show = functools.partial(print, file=sys.stderr, flush=True) if sys.stderr.isatty() else log.info
-    start = time.perf_counter()
-    show(f"Compiling kernels for {name} (once) ...")
-    yield
+    """Say on a terminal, else in the log, that kernels are compiled, and for how long."""
+    from rich.console import Console  # Seldom needed, and they take time to import.
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+    start, console = time.perf_counter(), Console(stderr=True)
+    message = f"Compiling kernels for {name} (once)"
+    if console.is_terminal:
+        columns = TextColumn("{task.description}"), TimeElapsedColumn()
+        with Progress(*columns, console=console, refresh_per_second=1, transient=True) as progress:
+            progress.add_task(f"{message} ...", total=None)
+            yield
+    else:
+        log.info("%s ...", message)
+        yield
+    show = console.print if console.is_terminal else log.info
     show(f"Compiled kernels for {name} in {time.perf_counter() - start:.0f} s")
 
 
