@@ -84,9 +84,7 @@ def noise_tokens(codec: TextCodec | None, vocab: int) -> int:
     return vocab if codec is None else min(codec.tokenizer.get_vocab_size(), vocab)
 
 
-def uno_method(
-    checkpoint: Checkpoint, target: Network, adapter: str, tokens: int, options: DFlashOptions
-) -> AnyMethod:
+def uno_method(checkpoint: Checkpoint, target: Network, adapter: str, tokens: int, options: DFlashOptions) -> AnyMethod:
     """The target with an adapter, with matching; sampled drafts with rejection sampling. `tokens`: random ones are
     below it.
 

@@ -28,7 +28,7 @@ def probe_forward(
     token: Int[torch.Tensor, "b s"],
     cut: Int[torch.Tensor, "b g"],
     inputs: Float[torch.Tensor, "*g l d"],
-    context: Callable[[int], AbstractContextManager[None]] = nullcontext,
+    context: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> Float[torch.Tensor, "b g l d"]:
     """Hidden states after the final norm of the probes `inputs`, read after each of `g` cuts of a sequence; probe `i`
     (from 0) has position `cut + 1 + i`. The probes of all cuts are the same, `[l d]`, or each cut has its own, `[b g l

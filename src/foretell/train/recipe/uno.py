@@ -79,6 +79,9 @@ class UnoRecipe(LabelledRecipe):
 
     def __init__(self, setup: RecipeSetup, network: UnoAdapters, config: UnoConfig, options: UnoTraining) -> None:
         self.network, self.config, self.options, self._setup = network, config, options, setup
+        if setup.checkpoint is None:
+            raise ValueError("an adapter is trained through the target, and there is no checkpoint of it")
+        self._checkpoint = setup.checkpoint
         self._module = _AdaptedTarget(network, setup.decoder)
         self._embedding_and_head = setup.embedding_and_head
         self._tokens = noise_tokens(setup.codec, setup.card.vocab)
@@ -126,11 +129,11 @@ class UnoRecipe(LabelledRecipe):
 
     def method(self, network: Speculator) -> AnyMethod:
         """A dynamic tree, verified greedily. It is drafted with the adapter as it is written."""
-        assert isinstance(network, UnoAdapters) and self._setup.checkpoint is not None
+        assert isinstance(network, UnoAdapters)
         s, options = self._setup, DFlashOptions(num_draft_tokens=MEASURE_TREE_NODES, num_steps=self.options.depth)
         with TemporaryDirectory() as folder:
             write_peft(Path(folder), network.adapters, s.config, s.card.name)
-            return uno_method(s.checkpoint, s.network or s.decoder, folder, self._tokens, options)
+            return uno_method(self._checkpoint, s.network or s.decoder, folder, self._tokens, options)
 
     def usage(self, out: str) -> str:
         """The method that drafts with the adapter."""
