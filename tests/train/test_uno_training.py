@@ -68,10 +68,10 @@ def test_a_step_sees_what_drafting_sees(tmp_path: Path, monkeypatch: pytest.Monk
     cut = torch.tensor([[len(key) - 1 for key in noted]])
     noise = torch.tensor([[drawn for _, drawn in noted.values()]])
     with torch.no_grad():
-        found = recipe.network.compute_logits(recipe.module(text, cut, noise))[0]
+        found = recipe.network.compute_logits(recipe.network(recipe._setup.decoder, text, cut, noise))[0]
     plain = task(settings(tmp_path / "new", recipe="uno", options=OPTIONS)).recipe
     with torch.no_grad():
-        unadapted = plain.network.compute_logits(plain.module(text, cut, noise))[0]
+        unadapted = plain.network.compute_logits(plain.network(recipe._setup.decoder, text, cut, noise))[0]
     for ours, new, (logits, _) in zip(found, unadapted, noted.values(), strict=True):
         torch.testing.assert_close(ours, logits[1:].float(), atol=1e-4, rtol=0)
         assert (new - ours).abs().max() > 0.1
@@ -87,7 +87,7 @@ def test_the_loss_is_the_mean_over_the_random_tokens_of_the_total_variation(tmp_
     mask[:, 4:] = True
     state = decoder.final_norm(full_forward(decoder, decoder.embed(token[0])[None]))
     torch.manual_seed(7)
-    loss = recipe.loss(recipe.module, Batch(token, mask, (state,)))
+    loss = recipe.loss(recipe.network, Batch(token, mask, (state,)))
     torch.manual_seed(7)
     teacher = (state @ decoder.head.weight.T).float().softmax(-1)[0]
     torch.rand(1, 9)
@@ -99,7 +99,7 @@ def test_the_loss_is_the_mean_over_the_random_tokens_of_the_total_variation(tmp_
     sums = []
     for i, anchor in enumerate(order.topk(6, -1).indices[0].tolist()):
         with torch.no_grad():
-            states = recipe.module(token[:, :anchor], torch.tensor([[anchor - 1]]), noise[:, i : i + 1])
+            states = recipe.network(decoder, token[:, :anchor], torch.tensor([[anchor - 1]]), noise[:, i : i + 1])
             law = recipe.network.compute_logits(states)[0, 0].softmax(-1)
         sums += [float((law[j] - teacher[anchor + j]).abs().sum()) / 2 for j in range(2) if anchor + j < 9]
     assert len(sums) == 11

@@ -11,10 +11,8 @@ from foretell.catalogue.speculators import check_draft_vocabs, packed_speculator
 from foretell.draft import DFlashDrafter, Pard2Drafter, PardDrafter, PEagleDrafter, UnoDrafter
 from foretell.engine.method import AnyMethod
 from foretell.model.load.adapter import adapter_folder
-from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.pard2 import load_state_projection
 from foretell.model.run.decoder_runner import DecoderRunner
-from foretell.model.run.network import Network
 from foretell.shape import DynamicTree
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.p_eagle import PEagle
@@ -24,8 +22,6 @@ from foretell.tokenizer.codec import TextCodec
 _LEVELS = "tokens in a pass, one for each level"
 _PARD_DEPTH = 8
 """Tokens of a draft of a published PARD model where num_steps is not set: its trainer's."""
-UNO_DEPTH = 8
-"""Tokens of a draft with an adapter where num_steps is not set: the authors serve with blocks of 8."""
 
 
 def dflash(context: BuildContext, options: DFlashOptions) -> AnyMethod:
@@ -61,39 +57,28 @@ def pard(context: BuildContext, options: DFlashOptions) -> AnyMethod:
     """PARD with the tree of the options: a model with a mask token that was named, or the target with an adapter for
     random tokens (UNO), else a trained speculator.
     """
+    depth, kind = options.num_steps or _PARD_DEPTH, f"{_LEVELS} (num_steps)"
     if context.drafts and not context.speculators:
-        depth = options.num_steps or _PARD_DEPTH
-        return method_of_levels(_pard_model(context, depth), depth, f"{_LEVELS} (num_steps)", options)
+        return method_of_levels(_pard_model(context, depth), depth, kind, options)
     adapter = None if context.speculator is None else adapter_folder(context.speculator)
     if adapter is not None:
-        return _uno(context, str(adapter), options)
+        return method_of_levels(_uno(context, str(adapter), depth), depth, kind, options)
     network = trained_speculator(context, "pard")
     assert isinstance(network, PardNetwork)
     return pard_method(network, options)
 
 
-def _uno(context: BuildContext, adapter: str, options: DFlashOptions) -> AnyMethod:
+def _uno(context: BuildContext, adapter: str, depth: int) -> UnoDrafter:
     target = require_network(context, "drafts with an adapter of its target")
     if context.checkpoint is None:
         raise ValueError("pard with an adapter reads weights of the target, which cannot be read again here")
-    return uno_method(context.checkpoint, target, adapter, noise_tokens(context.codec, context.vocab), options)
+    tokens = noise_tokens(context.codec, context.vocab)
+    return UnoDrafter(context.checkpoint.adapted(target, adapter), target, depth, tokens)
 
 
 def noise_tokens(codec: TextCodec | None, vocab: int) -> int:
-    """Number of a tokenizer's tokens, which random ones are drawn from."""
+    """Number of a tokenizer's tokens, which UNO's random ones are drawn from."""
     return vocab if codec is None else min(codec.tokenizer.get_vocab_size(), vocab)
-
-
-def uno_method(checkpoint: Checkpoint, target: Network, adapter: str, tokens: int, options: DFlashOptions) -> AnyMethod:
-    """The target with an adapter, with matching; sampled drafts with rejection sampling. `tokens`: random ones are
-    below it.
-
-    Raises:
-        ValueError: the adapter cannot be read, or changes more than linear layers.
-    """
-    depth = options.num_steps or UNO_DEPTH
-    drafter = UnoDrafter(checkpoint.adapted(target, adapter), target, depth, tokens)
-    return method_of_levels(drafter, depth, f"{_LEVELS} (num_steps)", options)
 
 
 def _pard_model(context: BuildContext, depth: int) -> PardDrafter:

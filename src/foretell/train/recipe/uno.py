@@ -1,20 +1,18 @@
 """An adapter with which the target itself drafts over random tokens (UNO, arXiv 2609.04010)."""
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Self
 
 import torch
-from jaxtyping import Float, Int
 from pydantic import Field
 from torch import nn
 
-from foretell.catalogue.one_pass import UNO_DEPTH, noise_tokens, uno_method
+from foretell.catalogue.build_context import BuildContext
+from foretell.catalogue.one_pass import noise_tokens, pard
 from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.engine.method import AnyMethod
-from foretell.model.block.decoder import Decoder
-from foretell.model.training.probe_forward import probe_forward
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.low_rank import adapted_shapes
 from foretell.speculator.network.uno import UnoAdapters, UnoConfig
@@ -23,14 +21,7 @@ from foretell.train.data.batch import Batch
 from foretell.train.objective.block import sample_blocks
 from foretell.train.objective.distillation import Objective
 from foretell.train.objective.unrolled import mean_loss, top1_agreement
-from foretell.train.recipe.base import (
-    MAX_WIDTH,
-    MEASURE_TREE_NODES,
-    LabelledRecipe,
-    LabelOptions,
-    Loss,
-    RecipeSetup,
-)
+from foretell.train.recipe.base import MAX_WIDTH, MEASURE_TREE_NODES, LabelledRecipe, LabelOptions, Loss, RecipeSetup
 
 
 class UnoTraining(LabelOptions):
@@ -38,30 +29,12 @@ class UnoTraining(LabelOptions):
 
     rank: int = Field(16, ge=1, le=MAX_WIDTH)
     """Rank of the adapter."""
-    depth: int = Field(UNO_DEPTH, ge=2, le=64)
+    depth: int = Field(8, ge=2, le=64)
     """Tokens of a draft (`num_steps`): the target's own, and one for each of `depth - 1` random tokens."""
     anchors: int = Field(32, ge=1)
     """Maximum number of random positions per text of a batch after which the target drafts."""
     objective: Objective = "tvd"
     """How the distribution is learned: the authors' loss is the total variation (times two)."""
-
-
-class _AdaptedTarget(nn.Module):
-    """The target, whose random tokens alone are read with the adapter. The target is no submodule, so that it is
-    neither optimised nor checkpointed.
-    """
-
-    def __init__(self, network: UnoAdapters, decoder: Decoder) -> None:
-        super().__init__()
-        self.network, self._decoder = network, [decoder]
-
-    def forward(
-        self, token: Int[torch.Tensor, "b s"], cut: Int[torch.Tensor, "b g"], noise: Int[torch.Tensor, "b g l"]
-    ) -> Float[torch.Tensor, "b g l d"]:
-        """Inputs of the head at the random tokens behind every cut; see `probe_forward`."""
-        decoder = self._decoder[0]
-        inputs = decoder.embed(noise.flatten()).view(*noise.shape, -1)
-        return probe_forward(decoder, token, cut, inputs, partial(self.network.adapters.applied_to, decoder))
 
 
 class UnoRecipe(LabelledRecipe):
@@ -79,10 +52,6 @@ class UnoRecipe(LabelledRecipe):
 
     def __init__(self, setup: RecipeSetup, network: UnoAdapters, config: UnoConfig, options: UnoTraining) -> None:
         self.network, self.config, self.options, self._setup = network, config, options, setup
-        if setup.checkpoint is None:
-            raise ValueError("an adapter is trained through the target, and there is no checkpoint of it")
-        self._checkpoint = setup.checkpoint
-        self._module = _AdaptedTarget(network, setup.decoder)
         self._embedding_and_head = setup.embedding_and_head
         self._tokens = noise_tokens(setup.codec, setup.card.vocab)
 
@@ -95,15 +64,8 @@ class UnoRecipe(LabelledRecipe):
         """
         options = setup.parse_options(UnoTraining)
         config = UnoConfig(target=setup.card, rank=options.rank, shapes=adapted_shapes(setup.decoder))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(setup.seed)
-            network = UnoAdapters(config, setup.embedding_and_head)
+        network = replace(setup, draft_tokens=None).create_network(UnoAdapters, config)
         return cls(setup, network, config, options)
-
-    @property
-    def module(self) -> nn.Module:
-        """The target with its adapter."""
-        return self._module
 
     @property
     def draft_length(self) -> int:
@@ -118,13 +80,11 @@ class UnoRecipe(LabelledRecipe):
         labels = labels.with_candidates(o.candidates)
         noise = torch.randint(1, self._tokens, row.shape, device="cpu").to(batch.token.device)
         learned = row >= 0
-        states = network(batch.token, (anchor - 1).clamp(min=0), noise)[learned]
+        states = network(self._setup.decoder, batch.token, (anchor - 1).clamp(min=0), noise)[learned]
         draft, target = self.network.compute_logits(states, labels.candidates), labels.logits[row[learned]]
         place = learned.nonzero()[:, 2]
-        metrics = {
-            f"depth {i + 2} top 1": top1_agreement(draft[place == i].detach(), target[place == i])
-            for i in range(o.depth - 1)
-        }
+        parts = [(draft[place == i].detach(), target[place == i]) for i in range(o.depth - 1)]
+        metrics = {f"depth {i} top 1": top1_agreement(*part) for i, part in enumerate(parts, 2)}
         return Loss(mean_loss(draft, target, o.hard, o.objective), metrics)
 
     def method(self, network: Speculator) -> AnyMethod:
@@ -133,7 +93,8 @@ class UnoRecipe(LabelledRecipe):
         s, options = self._setup, DFlashOptions(num_draft_tokens=MEASURE_TREE_NODES, num_steps=self.options.depth)
         with TemporaryDirectory() as folder:
             write_peft(Path(folder), network.adapters, s.config, s.card.name)
-            return uno_method(self._checkpoint, s.network or s.decoder, folder, self._tokens, options)
+            context = BuildContext(s.card.vocab, s.network or s.decoder, codec=s.codec, checkpoint=s.checkpoint)
+            return pard(replace(context, speculators=(Path(folder),)), options)
 
     def usage(self, out: str) -> str:
         """The method that drafts with the adapter."""
