@@ -34,6 +34,7 @@ CASES: Mapping[str, tuple[str, dict[str, str]]] = {
     "pard": ("pard", {"layers": "1", "anchors": "6", "mask_token": "5"}),
     "pard, with states": ("pard", {"layers": "1", "anchors": "6", "mask_token": "5", "states": "1"}),
     "redrafter": ("redrafter", {"inner": "16"}),
+    "uno": ("uno", {"rank": "2", "depth": "3", "anchors": "6"}),
 }
 
 

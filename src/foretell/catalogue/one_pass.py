@@ -17,6 +17,7 @@ from foretell.shape import DynamicTree
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.p_eagle import PEagle
 from foretell.speculator.network.pard import PardNetwork
+from foretell.tokenizer.codec import TextCodec
 
 _LEVELS = "tokens in a pass, one for each level"
 _PARD_DEPTH = 8
@@ -71,8 +72,13 @@ def _uno(context: BuildContext, adapter: str, depth: int) -> UnoDrafter:
     target = require_network(context, "drafts with an adapter of its target")
     if context.checkpoint is None:
         raise ValueError("pard with an adapter reads weights of the target, which cannot be read again here")
-    tokens = context.vocab if context.codec is None else context.codec.tokenizer.get_vocab_size()
-    return UnoDrafter(context.checkpoint.adapted(target, adapter), target, depth, min(tokens, context.vocab))
+    tokens = noise_tokens(context.codec, context.vocab)
+    return UnoDrafter(context.checkpoint.adapted(target, adapter), target, depth, tokens)
+
+
+def noise_tokens(codec: TextCodec | None, vocab: int) -> int:
+    """Number of a tokenizer's tokens, which UNO's random ones are drawn from."""
+    return vocab if codec is None else min(codec.tokenizer.get_vocab_size(), vocab)
 
 
 def _pard_model(context: BuildContext, depth: int) -> PardDrafter:

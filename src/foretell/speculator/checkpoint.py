@@ -44,14 +44,14 @@ def save(folder: Path, network: Speculator, config: SpeculatorConfig, bits: Bits
     replace_file(folder / CONFIG, config.model_dump_json(indent=2) + "\n")
 
 
-def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write or replace `model.safetensors` atomically, with the permissions of the umask (safetensors alone would let
+def write_weights(folder: Path, tensors: dict[str, torch.Tensor], name: str = WEIGHTS) -> None:
+    """Write or replace a file of tensors atomically, with the permissions of the umask (safetensors alone would let
     only the owner read it).
 
     Raises:
         ValueError: they cannot be written, as on a full disk.
     """
-    part = folder / (WEIGHTS + ".part")
+    part = folder / (name + ".part")
     part.touch()
     mode = stat.S_IMODE(part.stat().st_mode)
     try:
@@ -62,7 +62,7 @@ def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
             f"{folder}: the weights cannot be written ({error}); make room, or choose another folder"
         ) from error
     part.chmod(mode)
-    os.replace(part, folder / WEIGHTS)
+    os.replace(part, folder / name)
 
 
 def load_own(folder: Path, embedding_and_head: EmbeddingAndHead) -> Speculator:

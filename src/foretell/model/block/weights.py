@@ -311,13 +311,18 @@ def _collect(part: Any, at: Place, path: str, out: dict[str, Tensor], expert: in
                 value = value - at.config.norm_offset if spec.offset else value
                 out[name] = value / at.hidden**-0.5 if spec.by_width else value
         elif isinstance(spec, LinearSpec):
-            _collect_rows(linear_of(spec, at, whole), value, expert, out)
+            collect_rows(linear_of(spec, at, whole), value, expert, out)
         else:
             for j, each in enumerate(value if spec.each else [value]):
                 _collect(each, spec.at(at), f"{whole}.", out, j if spec.each else expert)
 
 
-def _collect_rows(layer: LinearPlace, linear: LinearWeights, expert: int, out: dict[str, Tensor]) -> None:
+def collect_rows(layer: LinearPlace, linear: LinearWeights, expert: int, out: dict[str, Tensor]) -> None:
+    """Add the tensors that a checkpoint has of a linear layer, by the names that Llama's has in a block.
+
+    Raises:
+        ValueError: its matrices are of low rank.
+    """
     if layer.rank:
         raise ValueError("matrices of low rank cannot be written; use the model that they were made of")
     first = 0

@@ -22,6 +22,7 @@ from foretell.model.load.gguf_adapter import read_gguf
 from foretell.model.load.peft_adapter import CONFIG, TENSORS, read_peft
 from foretell.model.load.weights import EMBEDDING, HEAD, DelegatedWeights, Weights
 from foretell.model.matrices.stored import StoredMatrix
+from foretell.utils.validation import read_json
 
 log = logging.getLogger(__name__)
 Tensor = torch.Tensor
@@ -35,9 +36,16 @@ class AdapterName(NamedTuple):
 
 
 def adapter_folder(folder: Path) -> Path | None:
-    """The directory of a PEFT adapter in a directory without a model, or its own `adapter`; None: there is none."""
-    places = (folder, folder / "adapter") if not (folder / "config.json").is_file() else ()
+    """The directory of a PEFT adapter in a directory without a model, or its own `adapter`, which `foretell train uno`
+    writes, too; None: there is none.
+    """
+    config, inside = folder / "config.json", folder / "adapter"
+    places = (folder, inside) if not config.is_file() else (inside,) if _is_training(config) else ()
     return next((place for place in places if (place / CONFIG).is_file()), None)
+
+
+def _is_training(config: Path) -> bool:
+    return read_json(config, "train the adapter again").get("kind") == "uno"
 
 
 def adapter_name(reference: str) -> AdapterName:

@@ -2,6 +2,9 @@
 reads beside its own tokens.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from jaxtyping import Bool, Float, Int
 
@@ -24,26 +27,28 @@ def probe_forward(
     decoder: Decoder,
     token: Int[torch.Tensor, "b s"],
     cut: Int[torch.Tensor, "b g"],
-    inputs: Float[torch.Tensor, "l d"],
+    inputs: Float[torch.Tensor, "*g l d"],
+    context: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> Float[torch.Tensor, "b g l d"]:
     """Hidden states after the final norm of the probes `inputs`, read after each of `g` cuts of a sequence; probe `i`
-    (from 0) has position `cut + 1 + i`.
+    (from 0) has position `cut + 1 + i`. The probes of all cuts are the same, `[l d]`, or each cut has its own, `[b g l
+    d]`. A block reads them in the context of its number, which the sequence is read without.
 
     The probes of a cut attend to the sequence up to and with position `cut`, and to earlier probes of the same cut; the
     sequence and other cuts do not see them, as probes of a token tree. Padding is at the end. The sequence is read
     without a gradient, because it does not depend on the probes.
     """
     b, s = token.shape
-    c, g, n = decoder.config, cut.shape[1], cut.shape[1] * len(inputs)
-    offset = torch.arange(1, len(inputs) + 1, device=token.device)
+    c, g, count = decoder.config, cut.shape[1], inputs.shape[-2]
+    offset = torch.arange(1, count + 1, device=token.device)
     position = torch.arange(s, device=token.device).expand(b, s)
     probe_position = (cut[:, :, None] + offset).clamp(max=c.context - 1).flatten(1)
     sequence = _SequenceAttention(c, position, _causal_mask(s, token.device).expand(b, s, s))
-    probes = _SequenceAttention(c, probe_position, _probe_mask(cut, len(inputs), s), sequence)
+    probes = _SequenceAttention(c, probe_position, _probe_mask(cut, count, s), sequence)
     ropes = decoder.rope_tables, decoder.local_rope_tables
     angles, probe_angles = ([rope_angles(rope, p) for rope in ropes] for p in (position, probe_position))
     x = decoder.embed(token.flatten()).view(b, s, -1)
-    y = inputs.to(x.dtype).repeat(g, 1).expand(b, n, -1)
+    y = inputs.to(x.dtype).expand(b, g, count, -1).flatten(1, 2)
     for i, block in enumerate(decoder.blocks):
         assert isinstance(block, DecoderBlock)
         rotation, probe_rotation = (
@@ -54,8 +59,9 @@ def probe_forward(
                 x = block(x, c.sizes_of(i), rotation, i, sequence)
             else:
                 sequence.store(*block.project(block.attention_norm(x), c.sizes_of(i), rotation)[1:])
-        y = block(y, c.sizes_of(i), probe_rotation, i, probes)
-    return decoder.final_norm(y).to(decoder.embedding.dtype).view(b, g, len(inputs), -1)
+        with context(i):
+            y = block(y, c.sizes_of(i), probe_rotation, i, probes)
+    return decoder.final_norm(y).to(decoder.embedding.dtype).view(b, g, count, -1)
 
 
 class _SequenceAttention(AttentionBackend):

@@ -17,6 +17,7 @@ from foretell.speculator.network.mtp import MTPConfig, MTPNetwork
 from foretell.speculator.network.p_eagle import PEagle, PEagleConfig
 from foretell.speculator.network.pard import PardConfig, PardNetwork
 from foretell.speculator.network.redrafter import ReDrafter, ReDrafterConfig
+from foretell.speculator.network.uno import UnoAdapters, UnoConfig
 
 NETWORKS: Mapping[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
     "apar": (AparConfig, AparAdapters),
@@ -34,5 +35,6 @@ NETWORKS: Mapping[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
     "pard": (PardConfig, PardNetwork),
     "pass": (LookAheadConfig, LookAheadEmbeddings),
     "redrafter": (ReDrafterConfig, ReDrafter),
+    "uno": (UnoConfig, UnoAdapters),
 }
 """Configuration and network of every kind, by the `kind` in `config.json`."""

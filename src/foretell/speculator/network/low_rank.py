@@ -13,8 +13,10 @@ from foretell.model.block.decoder import Decoder
 from foretell.model.block.layer import DecoderBlock, FeedForward
 from foretell.model.block.linear import FactoredLinear, Linear
 
-_SCALE = 2
+SCALE = 2
 """Scale of the low-rank product (`alpha / rank` in the paper)."""
+ADAPTED = ("qkv", "output", "mlp.gate_up", "mlp.down")
+"""Linear layers of a block that are adapted, by the paths of their fields, in this order."""
 
 
 class LoRAUpdate(nn.Module):
@@ -28,11 +30,11 @@ class LoRAUpdate(nn.Module):
     @property
     def weight_delta(self) -> Float[torch.Tensor, "o i"]:
         """The update of the weight matrix."""
-        return _SCALE * self.up @ self.down
+        return SCALE * self.up @ self.down
 
     def forward(self, x: Float[torch.Tensor, "*t i"]) -> Float[torch.Tensor, "*t o"]:
         """The update's part of the output."""
-        return _SCALE * F.linear(F.linear(x, self.down), self.up)
+        return SCALE * F.linear(F.linear(x, self.down), self.up)
 
 
 class LoRAAdapters(nn.ModuleList):
@@ -42,12 +44,12 @@ class LoRAAdapters(nn.ModuleList):
         super().__init__(LoRAUpdate(outputs, inputs, rank) for outputs, inputs in shapes)
 
     @contextmanager
-    def applied_to(self, decoder: Decoder) -> Iterator[None]:
-        """Context in which the decoder computes with the updates."""
-        hooks = [
-            linear.register_forward_hook(partial(_add_update, update))
-            for linear, update in zip(adapted_linears(decoder), self, strict=True)
-        ]
+    def applied_to(self, decoder: Decoder, block: int | None = None) -> Iterator[None]:
+        """Context in which the decoder, or one of its blocks alone, computes with the updates."""
+        pairs = list(zip(adapted_linears(decoder), self, strict=True))
+        if block is not None:
+            pairs = pairs[len(ADAPTED) * block :][: len(ADAPTED)]
+        hooks = [linear.register_forward_hook(partial(_add_update, update)) for linear, update in pairs]
         try:
             yield
         finally:

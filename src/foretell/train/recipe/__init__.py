@@ -15,6 +15,7 @@ from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe, ReDrafterR
 from foretell.train.recipe.mtp import MTPRecipe
 from foretell.train.recipe.p_eagle import PEagleRecipe
 from foretell.train.recipe.pard import PardRecipe
+from foretell.train.recipe.uno import UnoRecipe
 
 RECIPES: Mapping[str, type[Recipe]] = {
     "apar": AparRecipe,
@@ -31,5 +32,6 @@ RECIPES: Mapping[str, type[Recipe]] = {
     "pard": PardRecipe,
     "pass": LookAheadRecipe,
     "redrafter": ReDrafterRecipe,
+    "uno": UnoRecipe,
 }
 """All recipes by name; `RECIPES[name].build(setup)` builds one."""
