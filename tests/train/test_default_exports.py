@@ -13,8 +13,12 @@ from foretell.speculator.formats.base import Verifier
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.dflash import DFlash
 
-KINDS = {f.kind: f.name for f in sorted(EXPORTS, key=lambda f: f.name == "speculators") if f.name != "gguf"}
-"""A format for every kind."""
+KINDS = {
+    f.kind: f.name
+    for f in sorted(EXPORTS, key=lambda f: f.name == "speculators")
+    if f.name != "gguf" and f.kind != "mtp"
+}
+"""A format for every kind but multi-token prediction, which only some families of targets have names for."""
 
 BLOCKS = {"draft_model": {"layers": "1"}, "pard": {"layers": "1"}}
 """The target of these tests has fewer blocks than those keep."""
