@@ -9,7 +9,7 @@ from typing import Any
 
 from foretell.engine.tuning import EXPECTED_TIMES, QUANTILE, ROW_SLOPE, WINDOW
 
-_FINE = 2.0
+FINE = 2.0
 """Loads per factor of two in the number of requests."""
 _MOST_LEVELS = 8
 """Levels of a tree that are told apart."""
@@ -17,12 +17,12 @@ _MOST_LEVELS = 8
 
 def load_of(requests: int) -> int:
     """The load that so many requests are."""
-    return round(_FINE * log2(max(1, requests)))
+    return round(FINE * log2(max(1, requests)))
 
 
 def requests_of(load: int) -> float:
     """Requests of a load."""
-    return float(2 ** (load / _FINE))
+    return float(2 ** (load / FINE))
 
 
 class Times:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from foretell.engine.draft_source import DraftSource
-from foretell.engine.measured import DraftTimes, Times, load_of, low, requests_of
+from foretell.engine.measured import FINE, DraftTimes, Times, load_of, low, requests_of
 from foretell.engine.tuning import DRIFT_WINDOW, EXPECTED_TIMES, FOLLOWED, PLAIN_INTERVALS, PRIOR_SLOPE
 
 log = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ class PassTimes:
             return self._curves[key]
         start = [1.0] * len(_KNOTS)
         if self._curves:
-            nearest = min(self._curves, key=lambda k: abs(k[0] - key[0]) + 2 * abs(k[1] - key[1]))
+            nearest = min(self._curves, key=lambda k: abs(k[0] - key[0]) + FINE * abs(k[1] - key[1]))
             further = round(requests_of(key[0])) - round(requests_of(nearest[0]))
             places = np.clip(np.array(_KNOTS) + further, 0, _LARGEST)
             start = self._curves[nearest].ratios[places].tolist()
