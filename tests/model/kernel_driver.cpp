@@ -5,6 +5,7 @@
 
 #include "kernels.cpp"
 #include "products.cpp"
+#include "quantized_products.cpp"
 
 namespace {
 

@@ -1,5 +1,5 @@
-// The CPU kernels: plain C++17 on raw pointers, called through ctypes. The parts are headers; matrix products are a
-// translation unit of their own, products.cpp.
+// The CPU kernels: plain C++17 on raw pointers, called through ctypes. The parts are headers; matrix products are
+// translation units of their own, products.cpp and quantized_products.cpp, so that processors share the compiling.
 //
 // All kernels are batch-invariant: what is computed for a token does not depend on the other tokens of the call. Every
 // sum over an inner dimension runs in one fixed order, with the same instructions for every number of tokens, and

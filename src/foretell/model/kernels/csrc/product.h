@@ -1,4 +1,4 @@
-// A matrix product and its epilogue: what products.cpp does for the other translation unit.
+// A matrix product and its epilogue: what products.cpp and quantized_products.cpp do for the other translation unit.
 
 #pragma once
 
@@ -40,6 +40,10 @@ struct Rows {
 // y = x W^T for this thread's panels of one weight; its `next` is not read.
 void multiply(const Weight& w, const Rows& x, int tokens, const Output& output, const Weight* following,
               const Team& team);
+
+// The same of quantised blocks with int8 activations.
+void multiply_quantized(const Weight& w, const Rows& x, int tokens, const Output& output, const Weight* following,
+                        const Team& team);
 
 }  // namespace foretell
 
