@@ -27,6 +27,7 @@ from foretell.model.load.weights import SafetensorsWeights
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree
 from helpers import random_tokens, unchecked
+from uno_recording import Recording
 
 VOCAB, DEPTH, RANK, ALPHA = 257, 4, 3, 12
 SIZES: dict[str, Any] = {
@@ -75,22 +76,6 @@ def reference(text: list[int], noise: list[int]) -> torch.Tensor:
     for hook in hooks:
         hook.remove()
     return logits
-
-
-class Recording(UnoDrafter):
-    """Notes the logits of every depth and the random tokens by the text before."""
-
-    noted: dict[tuple[int, ...], tuple[torch.Tensor, list[int]]]
-
-    def _predict(self, context):  # type: ignore[no-untyped-def]
-        logits = super()._predict(context)
-        for i, text in enumerate(context.sequences):
-            self.noted[tuple(text.tokens.tolist())] = logits[:, i].clone(), self.last[i][1:]
-        return logits
-
-    def _forward(self, network, context, tree, active, scored):  # type: ignore[no-untyped-def]
-        self.last = tree.token.tolist()
-        return super()._forward(network, context, tree, active, scored)
 
 
 @pytest.mark.covering(1)

@@ -20,6 +20,7 @@ from foretell.train.data.batch import Batch
 from foretell.train.loop.measure import measure
 from foretell.train.recipe.uno import UnoRecipe
 from helpers import random_tokens, unchecked
+from uno_recording import Recording
 
 OPTIONS = {"rank": "8", "depth": "3"}
 
@@ -33,22 +34,6 @@ def recipe_of(out: Path, **options: str) -> UnoRecipe:
         assert isinstance(update, LoRAUpdate)
         torch.nn.init.normal_(update.up, std=0.3)
     return recipe
-
-
-class Recording(UnoDrafter):
-    """Notes the logits of every depth and the random tokens by the text before."""
-
-    noted: dict[tuple[int, ...], tuple[torch.Tensor, list[int]]]
-
-    def _predict(self, context):  # type: ignore[no-untyped-def]
-        logits = super()._predict(context)
-        for i, text in enumerate(context.sequences):
-            self.noted[tuple(text.tokens.tolist())] = logits[:, i].clone(), self.last[i][1:]
-        return logits
-
-    def _forward(self, network, context, tree, active, scored):  # type: ignore[no-untyped-def]
-        self.last = tree.token.tolist()
-        return super()._forward(network, context, tree, active, scored)
 
 
 def test_a_step_sees_what_drafting_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ class Model(ModelRequests):
         Raises:
             ValueError: there is none, it is damaged, or it is for another model.
         """
-        context = replace(self._build_context(), known_speculators={})  # a copy of its own, which may be trained
+        context = self._build_context().with_copies()
         if Path(reference).exists():
             return read_speculator(context, Path(reference))
         if reference not in NETWORKS:

@@ -13,7 +13,7 @@ from foretell.core.token_rules import TokenConstraint
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Request
 from foretell.model.config.model import ModelConfig
-from foretell.model.load.images import ImagePrompt, ReadImage, VisionLanguage
+from foretell.model.load.images import UNREAD, ImagePrompt, ReadImage, VisionLanguage
 from foretell.plan import Plan, PlanRun, PlanTask, parse_plan, question_of
 from foretell.structured.compiler import ConstraintCompiler
 from foretell.structured.outputs import StructuredOutputs
@@ -43,8 +43,7 @@ class ModelRequests:
         if vision is None:
             raise ValueError(
                 f"{self.name} reads text only: leave out the image, or give a model of the kind of SmolVLM, Idefics 3, "
-                "Llava or Qwen2.5-VL, in one process; image tokens that attend to later ones, as those of Gemma 3 do, "
-                "are not read"
+                f"Llava or Qwen2.5-VL, in one process; {UNREAD}"
             )
         read = list[ReadImage]()
         for path in images:

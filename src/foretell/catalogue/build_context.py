@@ -1,7 +1,7 @@
 """What methods are built from, and helpers that several builders use."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -91,6 +91,10 @@ class BuildContext:
                 f"several trained speculators were named ({names}), and this method drafts with one; name one"
             )
         return self.speculators[0] if self.speculators else None
+
+    def with_copies(self) -> "BuildContext":
+        """The same; but speculators are read again, as copies of its own, which may be trained."""
+        return replace(self, known_speculators={})
 
 
 def require_network(context: BuildContext, purpose: str = "drafts with parts of the target") -> Network:

@@ -1,7 +1,6 @@
 """Methods that draft with a draft model."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import chain as concatenated
 from itertools import repeat
@@ -165,7 +164,7 @@ def llmcad(context: BuildContext, options: LLMCadOptions) -> AnyMethod:
 
 def online(context: BuildContext, options: OnlineOptions) -> AnyMethod:
     """A trained draft model that keeps learning. Drafts are matched, so that no answer depends on its training."""
-    network = trained_speculator(replace(context, known_speculators={}), DRAFT_MODEL)  # a copy of its own, which learns
+    network = trained_speculator(context.with_copies(), DRAFT_MODEL)
     assert isinstance(network, DraftNetwork)
     draft = OnlineDrafter(network, options.online_update_interval, options.online_buffer, options.online_learning_rate)
     shape = Chain(options.num_speculative_tokens, draw=False, confidence=options.confidence_threshold)

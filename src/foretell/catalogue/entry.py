@@ -111,7 +111,7 @@ class Entry:
         """Whether something is trained for the method: required, optional (a draft model), while serving, or none."""
         if self.drafter.learns:
             return "while serving"
-        optional = "draft model" in self.needs or "trained" in self.needs
+        optional = any(word in self.needs for word in ("draft model", "trained"))
         return "required" if self.speculator else "optional" if optional else "none"
 
     def option_list(self) -> list[Option]:

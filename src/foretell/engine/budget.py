@@ -31,12 +31,10 @@ from foretell.shape.chain import Chain
 
 @dataclass
 class _Offer:
-    source: DraftSource
+    step: DraftedStep
     indices: list[int]
     tree: OfferedTree
     check: DrafterCheck | None
-    read: int
-    """Tokens that the drafter had to read before."""
 
 
 class Budget:
@@ -137,7 +135,9 @@ class Budget:
             sum(self._costs.unread.get(i, 0) for i in indices),
             self._costs.reading(source, indices),
         )
-        offer = _Offer(source, indices, OfferedTree.of(tree), bound.method.check_of(number), read)
+        offered = OfferedTree.of(tree)
+        drafted = DraftedStep(source, len(indices), read, offered.deepest)
+        offer = _Offer(drafted, indices, offered, bound.method.check_of(number))
         self._drafted.append(offer)
         offers.spent += self._costs.drafting(source, len(indices)) + share
         offers.ahead += seconds - share
@@ -192,8 +192,7 @@ class Budget:
             self.statistics.drafting_steps += drafts > 0
         costs.learn_pass(tree.active_count, time)
         if load.is_decode and not shared:
-            asked = [DraftedStep(o.source, len(o.indices), o.read, o.tree.deepest) for o in self._drafted]
-            costs.learn_drafting(asked, time.draft + time.between)
+            costs.learn_drafting([offer.step for offer in self._drafted], time.draft + time.between)
         for offer in self._drafted:
             self._learn(offer, step)
         for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):
@@ -202,7 +201,7 @@ class Budget:
                 account.count_chain(drafted, step.num_accepted(i))
 
     def _learn(self, offer: _Offer, step: StepResult) -> None:
-        source, tree, load = offer.source, offer.tree, self._load
+        source, tree, load = offer.step.source, offer.tree, self._load
         source.count(tree.deepest)
         for row, i in enumerate(offer.indices):
             drafted = tree.drafted(row)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from foretell.model.load.images import ReadImage, VisionLanguage
+from foretell.model.load.images import UNREAD, ReadImage, VisionLanguage
 from foretell.model.run.runner import PromptImages
 from foretell.serve.errors import ApiError, bad_request
 from foretell.serve.protocol.chat import CalledFunction, ChatBody, ChatMessage
@@ -161,11 +161,7 @@ class PromptEncoder:
         read = list[ReadImage]()
         for place, (role, url) in urls.items():
             if self._vision is None:
-                raise bad_request(
-                    "this model reads text only; leave the image out (image tokens that attend to later ones, as those "
-                    "of Gemma 3 do, are not read)",
-                    place,
-                )
+                raise bad_request(f"this model reads text only; leave the image out ({UNREAD})", place)
             if role != "user":
                 raise bad_request(f"images are read in messages of the user, and this one is of the role {role}", place)
             data = _data_of(url, place)

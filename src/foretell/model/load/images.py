@@ -31,6 +31,8 @@ _READERS = {
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
 }
 """Processors of models whose own one needs packages for videos; that of Idefics 3 writes images as SmolVLM's does."""
+UNREAD = "image tokens that attend to later ones, as those of Gemma 3 do, are not read"
+"""For refusals of an image."""
 _TOLERANCE = 0.02
 """Of the largest logit, between our passes behind an image and the model's own."""
 

@@ -18,7 +18,7 @@ from foretell.model.config.readers.hf import from_hf
 from foretell.model.config.readers.unread_keys import refuse_other_keys
 from foretell.model.load.mtp import layers_like, read_layers
 from foretell.model.load.weights import SafetensorsWeights
-from foretell.speculator.checkpoint import WEIGHTS, write_weights
+from foretell.speculator.checkpoint import write_weights
 from foretell.speculator.config_file import CONFIG
 from foretell.speculator.formats.base import (
     CheckpointFormat,
@@ -81,8 +81,7 @@ def _write_hf(network: Speculator, verifier: Verifier, folder: Path) -> None:
             at = names.of_module(k).layer
             tensors |= {f"{at}{name}.weight": t.detach().to("cpu", network.dtype).clone()
                         for name, t in (("embed_tokens", embedding), ("shared_head.head", head))}  # fmt: skip
-    write_weights(folder, tensors)
-    (folder / WEIGHTS).rename(folder / _FILE)
+    write_weights(folder, tensors, _FILE)
 
 
 def _write_library(network: Speculator, verifier: Verifier, folder: Path) -> None:
