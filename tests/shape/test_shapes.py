@@ -201,6 +201,27 @@ def test_a_dynamic_tree_expands_where_a_child_may_be_kept() -> None:
     assert paths(DynamicTree(3, 4, 30, min_score=0.8).grow(table, context_of([1]))) == [(2,)]
 
 
+class CountedTable(Table):
+    """Counts the nodes whose children it was asked for."""
+
+    asked = 0
+
+    def expand(self, tree: TokenTree, frontier: np.ndarray, context: Context) -> tuple[torch.Tensor, np.ndarray]:
+        self.asked += frontier.size
+        return super().expand(tree, frontier, context)
+
+
+def test_a_dynamic_tree_expands_no_node_whose_children_would_all_be_dropped() -> None:
+    one, all_ = CountedTable(), CountedTable()
+    tree = DynamicTree(5, 4, 1).grow(one, context_of([1]))
+    assert one.asked == 1 and paths(tree) == [(int(one.p[1].argmax()),)]
+    best = sorted(paths(DynamicTree(5, VOCAB, 99).grow(all_, context_of([1]))), key=len)
+    best = sorted(best, key=lambda p: -path_probability(all_.p, 1, p))[:4]
+    few = CountedTable()
+    assert sorted(paths(DynamicTree(5, VOCAB, 4).grow(few, context_of([1])))) == sorted(best)
+    assert few.asked < all_.asked
+
+
 def test_samples_keep_the_distribution_that_they_came_from() -> None:
     table = Table()
     tree = BranchingTree((2, 2)).grow(table, context_of([1], [2], sampling=SAMPLED))

@@ -95,8 +95,11 @@ class Asking:
             asked = self._tried(trials, source, which)
             if not asked:
                 return COST
-        rate, size = max(before.rate, best.rate), best.nodes
-        floor = FLOOR_SLACK * min(best.chance, rate * self._costs.of_a_draft(size), 1.0)
+        return self._plan(source, asked, best, max(before.rate, best.rate))
+
+    def _plan(self, source: DraftSource, asked: list[int], best: _Cut, rate: float) -> Plan:
+        """How far the trees of these requests are grown, where the step has this rate."""
+        floor = FLOOR_SLACK * min(best.chance, rate * self._costs.of_a_draft(best.nodes), 1.0)
         raw = max(source.acceptance(kind).least_score(floor) for kind in {self._load.sampled[i] for i in asked})
         level = self._costs.of_a_level(source, len(asked))
         return Plan(asked, raw, min(MOST_EXPANDED, max(raw, rate * level / (CHILD_SHARE * len(asked)))))

@@ -56,7 +56,8 @@ class DynamicTree(Shape[Predictor]):
         builder = TreeBuilder(context)
         score = np.ones((len(context.rows), 1))
         for _ in range(min(self.depth, int(context.max_depth.max()))):
-            active = score[np.arange(len(score))[:, None], builder.frontier] >= bounds[1]
+            frontier = score[np.arange(len(score))[:, None], builder.frontier]
+            active = (frontier >= bounds[1]) & self._may_have_kept(score, frontier)
             # Nodes of the frontier are in falling order of score.
             count = min(self.width, active.sum(1).max())
             if not count:
@@ -68,6 +69,10 @@ class DynamicTree(Shape[Predictor]):
                 break
             score = np.concatenate([score, new], 1)
         return self._rerank(replace(builder.build(), score=score), score)
+
+    def _may_have_kept(self, score: np.ndarray, frontier: np.ndarray) -> np.ndarray:
+        """Whether a child of a node may be among the best `budget` ones: it scores at most what the node does."""
+        return np.asarray((score[:, None, 1:] >= frontier[:, :, None]).sum(2) < self.budget)
 
     def _expand(
         self, builder: TreeBuilder, ranks: TopTokens, score: np.ndarray, active: np.ndarray, min_score: float

@@ -171,6 +171,9 @@ class TreeBuilder {
       const int depth = (*this)[child.parent].depth + 1;
       nodes_.push_back({child.token, child.parent, depth, child.score, child.confidence, -1, 0});
     }
+    // A child scores at most what its parent does: below a node that as many as are kept equal or exceed, none is kept.
+    frontier_.erase(std::remove_if(frontier_.begin(), frontier_.end(), [&](int i) { return !may_have_kept(i); }),
+                    frontier_.end());
   }
 
   // Writes the root and the best `budget` nodes below it in order of creation (of equals the earlier ones); returns how
@@ -198,6 +201,13 @@ class TreeBuilder {
   }
 
  private:
+  // Whether a child of a node may be among the best `budget` nodes.
+  bool may_have_kept(int i) const {
+    const double score = (*this)[i].score;
+    return std::count_if(nodes_.begin() + 1, nodes_.end(), [&](const Node& n) { return n.score >= score; }) <
+           options_.budget;
+  }
+
   const DynamicTree& options_;
   const int request_;
   std::vector<Node> nodes_;
