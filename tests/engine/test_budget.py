@@ -14,6 +14,7 @@ from foretell.core.sampling import SamplingParams
 from foretell.draft import Continuation, EagleDrafter, NoDrafter, PromptLookup, Retriever, cached_states
 from foretell.draft.prediction import Prediction
 from foretell.engine.asking import Plan
+from foretell.engine.asking import Plan
 from foretell.engine.budget import Budget
 from foretell.engine.draft_account import DraftAccount
 from foretell.engine.draft_source import Trials
@@ -23,7 +24,7 @@ from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.pass_times import PassTimes
 from foretell.engine.request import Completion, Request
 from foretell.engine.step_costs import StepLoad
-from foretell.engine.tuning import FIRST_STEPS
+from foretell.engine.tuning import FIRST_STEPS, TRIAL_STEPS
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.cache.layout import Layout
 from foretell.model.run.decoder_runner import DecoderRunner
@@ -233,15 +234,15 @@ def test_a_drafter_that_another_one_outdoes_in_a_step_is_asked_in_the_next(chanc
 
 @pytest.mark.parametrize(
     ("share", "forced", "first"),
-    [(0.05, 0, 16), (0.05, 4, 64), (0.4, 0, 80), (0.4, 4, 80)],
+    [(0.02, 0, 16), (0.02, 4, 64), (0.4, 0, 160), (0.4, 4, 160)],
     ids=["judged alone", "verified", "expensive", "verified and expensive"],
 )
 def test_a_trial_comes_the_later_the_more_it_costs(share: float, forced: int, first: int) -> None:
-    """Of two steps that take `share` of a plain step more each, so that trials take 1 % of the time at most."""
+    """Of steps that take `share` of a plain step more each, so that trials take 1 % of the time at most."""
     trials = Trials()
     trials.switch(False, 0)
     begun = next(step for step in range(1, 999) if step >= trials.next and trials.begin(step, share, forced))
-    assert begun == first and (trials.left, trials.forced) == (2, forced)
+    assert begun == first and (trials.left, trials.forced) == (TRIAL_STEPS, forced)
 
 
 def test_the_likeliest_nodes_of_all_requests_are_verified_and_late_requests_come_first() -> None:
@@ -437,6 +438,26 @@ def test_beside_a_prompt_a_drafter_reads_only_where_later_steps_would_ask_it(
     budget.times.observe_draft("prompt", 1, 1e-3, 1e-3)
     budget.begin(replace(_load([1.0]), tokens=401, is_decode=False, left=[600]))
     assert (budget.plan(bound, 0, [0], lambda _: 100) is not None) is asked
+
+
+def _plan(slope: float, weights: Sequence[float]) -> Plan:
+    """For one drafter with scores, where a further token takes `slope` of a pass."""
+    bound = BoundMethod(Method(Oracle([]), Trie(4), Match()))
+    budget = Budget(PassTimes({1: 1.0, 128: 1 + 127 * slope}))
+    budget._source(bound, 0).steps = FIRST_STEPS
+    budget.begin(_load(weights))
+    plan = budget.plan(bound, 0, range(len(weights)))
+    assert plan is not None
+    return plan
+
+
+def test_nodes_are_expanded_only_where_their_children_can_pay_for_their_verification() -> None:
+    assert _plan(0.1, [1.0]).least_expanded > _plan(0.05, [1.0]).least_expanded > _plan(0.01, [1.0]).least_expanded
+
+
+def test_what_all_tokens_are_worth_is_no_reason_to_grow_other_trees() -> None:
+    one, three = _plan(0.05, [1.0, 1.0]), _plan(0.05, [3.0, 3.0])
+    assert (one.least_score, one.least_expanded) == pytest.approx((three.least_score, three.least_expanded))
 
 
 def test_no_drafts_are_verified_in_a_step_without_drafting() -> None:

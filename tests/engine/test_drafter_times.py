@@ -143,6 +143,31 @@ def test_drafting_for_a_few_of_many_requests_is_not_taken_for_drafting_for_all()
     assert costs.drafting(source, 2) == pytest.approx(1e-3, rel=0.01)
 
 
+def test_a_single_disturbed_reading_is_not_believed() -> None:
+    times, source = PassTimes({1: 0.004, 128: 0.005}), DraftSource("eagle3 0")
+    costs = StepCosts(times, StepLoad(1, True, [1.0], [9], [600], [False], [DraftAccount()]))
+    costs.unread = {0: 50}
+    before = costs.reading(source, [0])[0]
+    costs.learn_drafting([DraftedStep(source, 1, 50, 3)], 1.0)
+    assert costs.reading(source, [0])[0] == before
+    for _ in range(6):
+        costs.learn_drafting([DraftedStep(source, 1, 50, 3)], 0.1)
+    assert costs.reading(source, [0])[0] > 5 * before
+
+
+def test_a_step_that_came_late_says_nothing_about_drafting(model: Model) -> None:
+    """Between two steps of an engine another program ran, or nothing did."""
+    times, clock = PassTimes({1: 1.0, 128: 1.01}), Clock()
+    method = model.method("dynamic_tree", drafts=[foretell.load(str(tiny_target()), dtype="float32")])
+    engine = Engine(model.runner(), method, 1, clock=clock, budget=Budget(times))
+    engine.submit(Request(random_tokens(6), SamplingParams(), 60))
+    while engine.busy:
+        engine.step()
+        clock.now += 60.0
+    # Nothing was learned: it takes what was expected.
+    assert times.draft_seconds(f"dynamic_tree {method.drafter_key} 0", 1, 0.5) == 0.5
+
+
 def test_only_what_a_method_drafts_with_is_in_its_key(model: Model) -> None:
     first, again, whole = (
         foretell.load(str(path()), dtype="float32") for path in (tiny_draft, tiny_draft, tiny_target)

@@ -99,10 +99,15 @@ class Asking:
 
     def _plan(self, source: DraftSource, asked: list[int], best: _Cut, rate: float) -> Plan:
         """How far the trees of these requests are grown, where the step has this rate."""
-        floor = FLOOR_SLACK * min(best.chance, rate * self._costs.of_a_draft(best.nodes), 1.0)
-        raw = max(source.acceptance(kind).least_score(floor) for kind in {self._load.sampled[i] for i in asked})
-        level = self._costs.of_a_level(source, len(asked))
-        return Plan(asked, raw, min(MOST_EXPANDED, max(raw, rate * level / (CHILD_SHARE * len(asked)))))
+        # In tokens: the rate and the offered values are in what tokens are worth.
+        rate *= len(asked) / sum(self._offers.weights[i] for i in asked)
+        draft = FLOOR_SLACK * rate * self._costs.of_a_draft(best.nodes)
+        level = rate * self._costs.of_a_level(source, len(asked)) / len(asked)
+        kinds = [source.acceptance(kind) for kind in {self._load.sampled[i] for i in asked}]
+        least = max(kind.least_score(min(best.chance, draft, 1.0)) for kind in kinds)
+        # The best child of a node is verified, too, if it is drafted.
+        expanded = max(kind.least_score(min(1.0, (level + draft) / CHILD_SHARE)) for kind in kinds)
+        return Plan(asked, least, min(MOST_EXPANDED, max(least, expanded)))
 
     def _hoped(self, source: DraftSource, i: int) -> float:
         """Accepted tokens that are hoped for of this drafter's drafts for a request."""
@@ -130,10 +135,10 @@ class Asking:
             drafts += [(chance, n * requests, chance * n * worth) for chance, n in acceptance.promise]
         if len(factors) > 1:
             drafts.sort(reverse=True)
-        best = _Cut(inf, nodes, 0.0)
+        best, host = _Cut(inf, nodes, 0.0), costs.before_drafts(spent)
         for chance, count, more in drafts:
             tokens, nodes = tokens + more, nodes + count
-            rate = tokens / costs.counted(nodes, spent)
+            rate = tokens / (host + costs.at(nodes))
             if rate > best.rate:
                 best = _Cut(chance, nodes, rate)
         return best

@@ -55,7 +55,7 @@ class Budget:
         self._sources: WeakKeyDictionary[Drafter, list[DraftSource]] = WeakKeyDictionary()
         """By the drafter of a method, which lives as long as the method does."""
         self._trials = dict[tuple[str, Key], Trials]()
-        self._step = 0
+        self._step, self._drafts_before = 0, False
         self.begin(StepLoad(1, False, (), (), (), (), ()))
 
     def governs(self, bound: BoundMethod) -> bool:
@@ -190,9 +190,15 @@ class Budget:
                     account.count_step(gained, len(new), self._offers.ahead / plain, load.left[i])
             self.statistics.steps += 1
             self.statistics.drafting_steps += drafts > 0
-        costs.learn_pass(tree.active_count, time)
-        if load.is_decode and not shared:
-            costs.learn_drafting([offer.step for offer in self._drafted], time.draft + time.between)
+        # The first step with drafters after others without them, or the reverse, takes longer than those that follow;
+        # and one that came late followed something else than the engine's own work.
+        settled = not load.is_decode or bool(self._drafted) == self._drafts_before and time.between <= time.total
+        if settled:
+            costs.learn_pass(tree.active_count, time)
+        if load.is_decode:
+            self._drafts_before = bool(self._drafted)
+            if settled and not shared:
+                costs.learn_drafting([offer.step for offer in self._drafted], time.draft + time.between)
         for offer in self._drafted:
             self._learn(offer, step)
         for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):

@@ -83,9 +83,11 @@ class DraftTimes:
         known, seconds = self._by_levels(load)
         return more * (seconds[-1] - seconds[0]) / (known[-1] - known[0]) if len(known) > 1 else expected
 
-    def add(self, requests: int, levels: int, seconds: float, expected: float) -> None:
-        """Count a step; `expected`: what it was expected to take."""
-        load, guesses = load_of(requests), EXPECTED_TIMES if self._loads else 1
+    def add(self, requests: int, levels: int, seconds: float, expected: float, guesses: int = 1) -> None:
+        """Count a step; `expected`: what it was expected to take, which counts as `guesses` steps where nothing was
+        measured before.
+        """
+        load, guesses = load_of(requests), EXPECTED_TIMES if self._loads else guesses
         known = self._loads.setdefault(load, {})
         known.setdefault(min(levels, _MOST_LEVELS), Times([expected] * guesses)).add(seconds)
         self._fitted.pop(load, None)

@@ -50,11 +50,11 @@ class Offers:
 
     def best_of(self, values: Sequence[float]) -> tuple[int, float]:
         """How many of the drafts with these falling values to verify, and their summed value."""
-        best, gained = (0, 0.0), 0.0
-        rate = self.worth / self.costs.counted(0, self.spent)
+        best, gained, host = (0, 0.0), 0.0, self.costs.before_drafts(self.spent)
+        rate = self.worth / (host + self.costs.at(0))
         for count, value in enumerate(values, 1):
             gained += value
-            now = (self.worth + gained) / self.costs.counted(count, self.spent)
+            now = (self.worth + gained) / (host + self.costs.at(count))
             if now > rate:
                 rate, best = now, (count, gained)
         return best

@@ -129,7 +129,8 @@ class PassTimes:
         self.fixed = table is not None
         prior = expected if table is None else table
         self._prior = _filled({1: 1.0, 101: 1 + 100 * PRIOR_SLOPE} if prior is None else prior)
-        self._curves = dict[Key, _Curve]()
+        self._curves, self._guessed = dict[Key, _Curve](), dict[Key, _Curve]()
+        """Of measured loads, and of others since a curve was fitted last."""
         self._drafts = defaultdict[str, DraftTimes](DraftTimes)
         self._sources = dict[str, DraftSource]()
         self._deviations = deque[float](maxlen=DRIFT_WINDOW)
@@ -187,16 +188,20 @@ class PassTimes:
                 self._follow_speed(ratio / known.low)
             curve.add(extra, ratio / self.speed)
             self._curves[key] = curve
+            if not curve.steps % _REFIT or curve.steps < _REFIT:
+                self._guessed.clear()
         self.passes += 1
         if self._file is not None and self.passes >= _FIRST_SAVED and self.passes & (self.passes - 1) == 0:
             self.save()
 
-    def observe_draft(self, drafter: str, requests: int, seconds: float, expected: float, levels: int = 0) -> None:
+    def observe_draft(
+        self, drafter: str, requests: int, seconds: float, expected: float, levels: int = 0, guesses: int = 1
+    ) -> None:
         """Count a drafter's step for so many requests; negative: less than is measurable. `expected`, `levels`: as in
-        `draft_seconds`.
+        `draft_seconds`; `guesses`: as in `DraftTimes.add`.
         """
         expected = self.draft_seconds(drafter, requests, expected, levels)
-        self._drafts[drafter].add(requests, levels, seconds / self.speed, expected)
+        self._drafts[drafter].add(requests, levels, seconds / self.speed, expected, guesses)
 
     def _follow_speed(self, deviation: float) -> None:
         self._deviations.append(deviation)
@@ -205,15 +210,17 @@ class PassTimes:
 
     def _curve(self, key: Key) -> _Curve:
         """That of a load; before any of its passes was measured, a new one by the nearest known load."""
-        if key in self._curves:
-            return self._curves[key]
+        known = self._curves.get(key) or self._guessed.get(key)
+        if known is not None:
+            return known
         start = [1.0] * len(_KNOTS)
         if self._curves:
             nearest = min(self._curves, key=lambda k: abs(k[0] - key[0]) + FINE * abs(k[1] - key[1]))
             further = round(requests_of(key[0])) - round(requests_of(nearest[0]))
             places = np.clip(np.array(_KNOTS) + further, 0, _LARGEST)
             start = self._curves[nearest].ratios[places].tolist()
-        return _Curve(start)
+        self._guessed[key] = guessed = _Curve(start)
+        return guessed
 
     def _prior_of(self, tokens: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         prior: Float[np.ndarray, " n"] = self._prior[np.minimum(tokens, _MOST_TOKENS) - 1]

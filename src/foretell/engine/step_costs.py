@@ -10,6 +10,7 @@ from foretell.engine.draft_source import DraftSource
 from foretell.engine.pass_times import PassTimes, load_key
 from foretell.engine.statistics import StepTime
 from foretell.engine.tuning import (
+    EXPECTED_TIMES,
     HORIZON,
     LEAST_PROMPT,
     LEAST_UNREAD,
@@ -87,7 +88,11 @@ class StepCosts:
     def counted(self, drafts: float, spent: float) -> float:
         """Seconds of the step with so many drafts and so long a drafting, as they count for the choice."""
         # What prompts take is no reason to draft more: tokens that come later come at the usual rate.
-        return self.host + self._seconds[0] + self.at(drafts) - self.at(0) + spent
+        return self.before_drafts(spent) + self.at(drafts)
+
+    def before_drafts(self, spent: float) -> float:
+        """What `counted` adds to the seconds of the pass."""
+        return self.host + self._seconds[0] - self.at(0) + spent
 
     def at(self, drafts: float) -> float:
         """Seconds of the pass with so many drafts."""
@@ -158,7 +163,9 @@ class StepCosts:
             reading = seconds
             if reading >= read * self._read_seconds(source):
                 return
-        self.times.observe_draft(source.reading, 1, max(0.0, reading) / read, self._read_seconds(source))
+        # A single disturbed reading must not be believed: with a time too long nothing is read, and nothing corrects it.
+        guess = self._read_seconds(source)
+        self.times.observe_draft(source.reading, 1, max(0.0, reading) / read, guess, guesses=EXPECTED_TIMES)
 
     def _read_seconds(self, source: DraftSource) -> float:
         """Seconds in which a drafter reads a token."""

@@ -57,7 +57,7 @@ CHILD_SHARE = 0.8
 """Expected accepted tokens that a level adds, over the score of the best node that it expands."""
 FLOOR_SLACK = 0.7
 """A draft is grown if its chance is at least this share of the least one that pays: the next step's may differ."""
-MOST_EXPANDED = 0.5
+MOST_EXPANDED = 0.9
 """Greatest least score of a node that is expanded."""
 FIRST_STEPS = 3
 """Steps of a drafter before its times decide: the first one often takes ten times as long as the others."""
@@ -81,7 +81,7 @@ FOLLOWED = 0.98
 """Power of the deviation of these that counts as the machine's speed; the rest goes into the times."""
 PLAIN_INTERVALS = 8, 256
 """Steps of a load without a plain pass after which one is measured: the first time, and later."""
-TRIAL_REQUESTS, TRIAL_STEPS, TRIAL_NODES = 2, 2, 4
+TRIAL_REQUESTS, TRIAL_STEPS, TRIAL_NODES = 2, 4, 4
 """Size of a trial of a drafter that does not pay: requests, steps (some drafters need a pass before they draft again),
 and drafts that are verified beyond those that pay.
 """
@@ -89,7 +89,7 @@ TRIAL_SHARE = 0.01
 """Share of the time that trials take at most."""
 TRIAL_INTERVAL, COSTLY_INTERVAL = 16, 64
 """Least number of steps between two trials, and between two that read a text or verify drafts that do not pay."""
-OFF, ON = 0.99, 1.01
+OFF, ON = 1.0, 1.05
 """Rates over those without a drafter below which it is no longer asked, and from which on it is asked again."""
 READING_GAIN = 1.05
 """Least rate over that without a drafter for which it reads what it has not read of a request: what is read may not be
