@@ -83,6 +83,7 @@ int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_co
   }
   if (scored) linear(*head, head_input, logits, scored, width, threads);
   foretell_argmax(logits, pass->argmax, scored, width, threads);
+  if (pass->sampling) sample_paths(*pass, logits, width, threads);
   return -1;
 }
 
