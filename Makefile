@@ -62,9 +62,9 @@ constraints:
 release-check: $(VENV)/.installed-dev docs
 	bash tools/check_release.sh
 
-# The kernels of aarch64, emulated; on Debian: apt install g++-aarch64-linux-gnu qemu-user
+# The kernels of aarch64, emulated, and their tiles; on Debian: apt install g++-aarch64-linux-gnu qemu-user
 aarch64: $(VENV)/.installed-dev
-	$(BIN)/pytest -rs tests/model/test_aarch64.py
+	$(BIN)/pytest -rs --exhaustive=all tests/model/test_aarch64.py tests/model/test_tiles.py -k "aarch64 or neon"
 
 # Replicas by Ray Serve, with two processes of a tiny model; some minutes.
 ray: $(VENV)/.installed-dev

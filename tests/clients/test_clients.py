@@ -288,7 +288,13 @@ def test_aiperf(url: str, offline: Offline, tmp_path: Path) -> None:
     )  # fmt: skip
     found = json.loads((tmp_path / "out" / "profile_export_aiperf.json").read_text())
     assert found["request_count"]["avg"] == 6 and not (found.get("error_request_count") or {}).get("avg")
-    assert found["output_token_throughput"]["avg"] > 0
+    filled = (
+        "time_to_first_token", "inter_token_latency", "output_sequence_length", "output_token_throughput",
+        "usage_prompt_tokens", "usage_prompt_cache_read_tokens", "spec_decode_draft_tokens",
+        "spec_decode_acceptance_length",
+    )  # fmt: skip
+    assert [name for name in filled if not found[name]["avg"] > 0] == []
+    assert found["usage_completion_tokens"]["avg"] == 16
 
 
 @needs("vllm")

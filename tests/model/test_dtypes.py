@@ -14,7 +14,6 @@ from foretell.model import kernels as native
 from foretell.model.config.model import MLAConfig, ModelConfig, MoEConfig
 from foretell.model.config.states import ShortConvConfig
 from foretell.model.kernels.embedding import NativeEmbedding
-from foretell.model.kernels.pack import round_to_bfloat16
 from foretell.model.load import memory
 from foretell.model.load.native import packable_block, packed_bytes
 from foretell.model.load.rounding import RoundedWeights, round_to_blocks
@@ -118,15 +117,6 @@ def test_embedding_rows_are_widened_as_the_matrix_is(kind: str) -> None:
     assert torch.equal(written, expected)
     with pytest.raises(IndexError, match=r"0 \.\. 49"):
         lookup(torch.tensor([50]))
-
-
-def test_rounding_in_place_is_that_of_torch() -> None:
-    bits = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
-    numbers = bits.view(torch.float32)
-    numbers = torch.cat([numbers[numbers.isfinite()], torch.tensor([0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8])])
-    rounded = numbers.clone()
-    round_to_bfloat16(rounded)
-    assert torch.equal(rounded.view(torch.int32), numbers.bfloat16().float().view(torch.int32))
 
 
 def test_a_model_larger_than_memory_is_refused_before_it_is_read(

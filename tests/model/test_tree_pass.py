@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.core.tree import tree_from_lists
+from foretell.distributions.sampler import sample, sampling_struct
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.kernels.structures import Precision
+from foretell.model.kernels.structures import Precision, Sampling
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 
@@ -60,3 +62,32 @@ def test_nothing_may_be_scored() -> None:
     tree = tree_from_lists([[1, 2, 3]], [[-1, 0, 1]])
     output = runner.forward([0], tree, scored=np.zeros_like(tree.valid), hidden_layers=(2,))
     assert output.logits.shape == (0, 50) and output.hidden_states[0].shape == (3, 64)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(1.0), SamplingParams(0.7, top_p=0.9), SamplingParams(2.0, top_k=5), SamplingParams(1.0, min_p=0.1)],
+    ids=["all", "top_p", "top_k", "min_p"],
+)
+def test_a_pass_samples_as_far_as_its_drafts_are_right(params: SamplingParams) -> None:
+    """What torch samples from the same logits, with the noise of seed and position; elsewhere nothing."""
+    runner, _ = runners("float32")
+    rng, sequence = CounterRNG(11), 8
+    runner.forward([0, 1], tree_from_lists([list(range(1, sequence))] * 2, [list(range(-1, sequence - 2))] * 2))
+    for row in (0, 1):
+        runner.commit(row, range(sequence - 1))
+    token, parent, path = [9], [-1], [0]
+    for _ in range(4):
+        runner.sample_next([sampling_struct(params, rng.seed_key), Sampling()])
+        output = runner.forward([0, 1], tree_from_lists([token] * 2, [parent] * 2))
+        drawn = int(output.sampled[0, path[-1]]) if output.sampled is not None else -1
+        token += [(drawn + 1) % CONFIG.vocab, drawn]
+        parent += [path[-1]] * 2
+        path.append(len(token) - 1)
+    assert output.sampled is not None and (output.sampled[1] == -2).all()
+    keys = [rng.key(sequence + depth) for depth in range(len(path) - 1)]
+    rows = [int(output.logit_index[0, node]) for node in path[:-1]]
+    drawn_by_torch = sample(output.logits.double(), rows, [params] * len(rows), keys)
+    expected = dict(zip(path[:-1], drawn_by_torch, strict=True))
+    assert output.sampled[0].tolist() == [expected.get(node, -2) for node in range(output.sampled.shape[1])]
+    assert runner.forward([0, 1], tree_from_lists([[9]] * 2, [[-1]] * 2)).sampled is None

@@ -164,6 +164,10 @@ class ModelOutput:
     """Distinct experts that the pass read in each mixture-of-experts layer."""
     argmax: Int[np.ndarray, " k"] | None = None
     """Index of the largest of every row of logits, the lowest of equals; None: the pass did not compute it."""
+    sampled: Int[np.ndarray, "b n"] | None = None
+    """The token that the target samples after every node, -1 where none may follow and -2 where the pass sampled none;
+    None: it sampled nowhere.
+    """
     routes: tuple[Int[np.ndarray, "t e"], ...] = ()
     """Experts of every node read, in each mixture-of-experts layer, indexed by `hidden_index`; empty where nodes were
     read in several parts.

@@ -137,7 +137,7 @@ class CounterRNG:
     """
 
     def __init__(self, seed: int) -> None:
-        self._key = _splitmix64((seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK)
+        self.seed_key = _splitmix64((seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK)
 
     def uniform(self, position: int, stream: int = Stream.TARGET) -> float:
         """A number in [0, 1) for the token at `position` of the sequence; `stream`: see `Stream`, below 2^32."""
@@ -145,7 +145,7 @@ class CounterRNG:
 
     def key(self, position: int, stream: int = Stream.TARGET) -> int:
         """64 random bits, from which `exponential_variates` makes a number for every token."""
-        return _splitmix64(self._key ^ _splitmix64((position << 32) + stream))
+        return _splitmix64(self.seed_key ^ _splitmix64((position << 32) + stream))
 
 
 def exponential_variates(key: int, tokens: Int[np.ndarray, " t"]) -> Float[np.ndarray, " t"]:

@@ -29,6 +29,10 @@ Node = tuple[int, int]
 """A row of the batch and a node of its tree."""
 
 
+_NOT_SAMPLED = -2
+"""In `ModelOutput.sampled`."""
+
+
 class Reads(Enum):
     """What an acceptor asks of the distributions of a request."""
 
@@ -45,8 +49,8 @@ class ProcessedDistributions:
 
     `logits[logit_index[i, j]]` are the logits at node `j` of row `i`, from the target or from a draft model; `best`:
     the argmax of every row of them, if it is known. `rules`: which tokens may follow, per request (empty: any);
-    drafters need none. Random numbers depend on the request's seed, the position that the node predicts, and the
-    stream.
+    drafters need none. `sampled`: see `ModelOutput`. Random numbers depend on the request's seed, the position that the
+    node predicts, and the stream.
     """
 
     def __init__(
@@ -57,10 +61,11 @@ class ProcessedDistributions:
         logit_index: Int[np.ndarray, "b n"],
         best: Int[np.ndarray, " k"] | None = None,
         rules: Sequence[TokenRules | None] = (),
+        sampled: Int[np.ndarray, "b n"] | None = None,
     ) -> None:
         self._context, self._tree, self._logits, self._logit_index = context, tree, logits, logit_index
         self._argmax: list[int] | None = None if best is None else best.tolist()
-        self._rules = rules
+        self._rules, self._sampled = rules, sampled
         self._samples: dict[Node, int] = {}
         self._best_processed: dict[Node, int] = {}
         """Most probable tokens after processing, as far as they are known; -1: no token may follow."""
@@ -187,6 +192,10 @@ class ProcessedDistributions:
         """
         if self.sampling_params(row).temperature == 0:
             return self.argmax(row, node)
+        if self._sampled is not None and (token := int(self._sampled[row, node])) > _NOT_SAMPLED:
+            if token < 0:
+                raise NoTokenError
+            return token
         if (row, node) not in self._samples:
             if self._uses_raw_logits(row):
                 nodes = self._raw_roots() if node == self._tree.root(row) else [(row, node)]

@@ -21,11 +21,20 @@ from foretell.engine.request import Completion, Request, Update, complete, valid
 from foretell.engine.rows import RowPool
 from foretell.engine.scheduler import Scheduler
 from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
-from foretell.engine.step import VerifiedPass, commit, context_of, make_update, nodes_to_score
+from foretell.engine.step import VerifiedPass, commit, context_of, make_update, nodes_to_score, sampling_in_pass
 from foretell.engine.step_costs import StepLoad
 from foretell.engine.tuning import NEAR_STEPS
 from foretell.model.cache.block_table import OutOfBlocksError
-from foretell.model.run.runner import Adapts, LimitsCache, ReadsImages, Runner, free_tokens, offered, required
+from foretell.model.run.runner import (
+    Adapts,
+    LimitsCache,
+    ReadsImages,
+    Runner,
+    SamplesTokens,
+    free_tokens,
+    offered,
+    required,
+)
 from foretell.shape.base import RootOnly
 from foretell.tokenizer.stream import Detokenizer
 from foretell.utils.inference import in_inference_mode
@@ -349,12 +358,17 @@ class Engine:
         tree = groups.propose(context, list(scheduled.values()), ready)
         drafted = self._clock()
         whole = [r.reads_prompt_logprobs for r in scheduled]
+        sampling = sampling_in_pass(scheduled, ready)
+        if sampling and (sampler := offered(self.runner, SamplesTokens)):
+            sampler.sample_next(sampling)
         output = self.runner.forward(
             context.rows, tree, scored=nodes_to_score(tree, ready, whole), hidden_layers=groups.hidden_layers
         )
         verified = self._clock()
         logits, index = output.logits, output.logit_index
-        distributions = ProcessedDistributions(context, tree, logits, index, output.argmax, context.rules)
+        distributions = ProcessedDistributions(
+            context, tree, logits, index, output.argmax, context.rules, output.sampled
+        )
         reads = [r.method.method.accept.reads if yes else None for r, yes in zip(scheduled, ready, strict=True)]
         distributions = distributions.on_host(reads)
         results = [

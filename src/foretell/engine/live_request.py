@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from foretell.core.context import TokenBuffer
 from foretell.core.sampling import CounterRNG
 from foretell.core.token_rules import TokenRules
+from foretell.distributions.processed import Reads
+from foretell.distributions.sampler import sampling_struct
 from foretell.draft.prediction import Prediction
 from foretell.engine.answer_text import AnswerText
 from foretell.engine.draft_account import DraftAccount
@@ -33,6 +35,10 @@ class LiveRequest:
         self.text = AnswerText(detokenizer, stop_strings, request.sampling_params.min_tokens)
         rules = TokenRules(request.sampling_params, request.ending_tokens, request.constraint)
         self.rules = rules if rules.restricts else None
+        params, reads = request.sampling_params, method.method.accept.reads
+        samples = params.temperature > 0 and params.uses_raw_logits and self.rules is None and reads is Reads.TOKENS
+        self.sampling = sampling_struct(params, self.rng.seed_key) if samples else None
+        """How a pass of the target samples for it; None: its tokens are not sampled from the logits as they are."""
         self.prompt_logprobs = TokenLogprobs()
         self.max_new_tokens = min(request.max_new_tokens, context - len(request.prompt))
         detection, min_tokens = request.repetition_detection, request.sampling_params.min_tokens

@@ -16,7 +16,10 @@ from foretell.engine.provenance import describe_pass
 from foretell.engine.repetition import REPETITION, REPETITION_DETECTED
 from foretell.engine.request import Update
 from foretell.engine.statistics import StepTime
+from foretell.model.kernels.structures import Sampling
 from foretell.model.run.runner import Runner
+
+_NO_SAMPLING = Sampling()
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,13 @@ def nodes_to_score(tree: TokenTree, ready: Sequence[bool], whole: Sequence[bool]
         return tree.scored
     first = np.where(whole, 0, np.where(ready, tree.prefix_length - 1, tree.nodes))
     return tree.scored & (np.arange(tree.nodes) >= first[:, None])
+
+
+def sampling_in_pass(running: Collection[LiveRequest], ready: Sequence[bool]) -> list[Sampling]:
+    """How the pass samples for requests that are ready to decode; empty: for none of them."""
+    if not any(r.sampling for r in running):
+        return []
+    return [r.sampling if r.sampling and yes else _NO_SAMPLING for r, yes in zip(running, ready, strict=True)]
 
 
 def commit(

@@ -1,7 +1,7 @@
 """The decoder on the CPU kernels."""
 
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_int32
+from ctypes import addressof, c_int32
 from dataclasses import replace
 from functools import cache as memoize
 
@@ -183,19 +183,24 @@ class NativeDecoder:
         active: NodeMask,
         scored: NodeMask,
         hidden_layers: tuple[int, ...],
+        sampling: Sequence[structures.Sampling] = (),
     ) -> ModelOutput:
-        """Run the active nodes of a tree from tokens to logits in one call; see `Runner.forward`.
+        """Run the active nodes of a tree from tokens to logits in one call; see `TreeNetwork.forward_tree`.
 
         Raises:
             ValueError: a node is outside the cache or the context.
         """
         stack, width, layers = self.stack, self.head.outputs, self.config.layers
         (b, n), size = tree.token.shape, tree.token.size
-        work, at = numbers.zeros(6 * size + 3 * b)
+        samples = bool(sampling) and not self.bounds_logits
+        work, at = numbers.zeros((8 if samples else 6) * size + 3 * b)
         nodes, requests = work[: 5 * size].reshape(5, b, n), work[5 * size : 5 * size + 3 * b].reshape(3, b)
         nodes[0], nodes[1], nodes[2] = tree.parent, active, scored
         requests[0], requests[1], requests[2] = tree.prefix_length, rows, length
         row_at, argmax_at = at + 40 * size, at + 40 * size + 24 * b
+        token_at, ways = argmax_at + 8 * size, (structures.Sampling * b)(*sampling) if samples else None
+        if samples:
+            work[6 * size + 3 * b : 7 * size + 3 * b] = tree.token.ravel()
         pass_struct = structures.TreePass(
             requests=b,
             nodes=n,
@@ -208,6 +213,9 @@ class NativeDecoder:
             hidden_index=at + 24 * size,
             logit_index=at + 32 * size,
             argmax=argmax_at,
+            sampling=None if ways is None else addressof(ways),
+            token=token_at,
+            sampled=token_at + 8 * size,
         )
         recorded, recorded_count, place = _recorded_layers(hidden_layers, layers)
         tokens = int(np.count_nonzero(active))
@@ -225,6 +233,7 @@ class NativeDecoder:
             tuple(by_layer[i] for i in place),
             nodes[3],
             argmax=None if self.bounds_logits else work[5 * size + 3 * b :][:count],
+            sampled=work[7 * size + 3 * b :].reshape(b, n) if samples else None,
         )
         invalid = stack.kernels.foretell_tree_pass(
             stack.model,

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.linear import NativeLinear, pack_embedding
-from foretell.model.kernels.pack import round_to_bfloat16, widen_quantized_rows
+from foretell.model.kernels.pack import widen_quantized_rows
 from foretell.model.matrices.stored import StoredMatrix
 
 
@@ -54,9 +54,7 @@ class NativeEmbedding:
         tokens = token.tolist()
         if tokens and not 0 <= min(tokens) <= max(tokens) < source.outputs:
             raise IndexError(f"tokens must lie in 0 .. {source.outputs - 1}, found {tokens}")
-        widen_quantized_rows(source, token, self._kernels, out)
-        if self._dtype == torch.bfloat16:
-            round_to_bfloat16(out)
+        widen_quantized_rows(source, tokens, self._kernels, out, rounded=self._dtype == torch.bfloat16)
 
     @cached_property
     def _table(self) -> tuple[torch.Tensor, structures.Embedding]:

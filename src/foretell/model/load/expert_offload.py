@@ -22,7 +22,7 @@ from foretell.model.kernels.block_weights import PackedBlock
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.expert_cache import ExpertBytes, ExpertCache, ExpertReads, Key, RouterForecast
 from foretell.model.kernels.packed_file import PackedFileError, PackedReader, checksum, restore_tensors
-from foretell.model.kernels.structures import Precision
+from foretell.model.kernels.structures import Precision, Sampling
 from foretell.model.kernels.uncached_file import PAGE, UncachedFile
 from foretell.model.load.native import OUTER_PARTS, restore_outer
 from foretell.model.load.streamed import StreamedParts
@@ -216,6 +216,7 @@ class ExpertOffloadedDecoder(NativeDecoder):
         active: NodeMask,
         scored: NodeMask,
         hidden_layers: tuple[int, ...],
+        sampling: Sequence[Sampling] = (),
     ) -> ModelOutput:
         """Run the active nodes of a tree, whose experts are read ahead; see `NativeDecoder.forward_tree`.
 
@@ -228,7 +229,7 @@ class ExpertOffloadedDecoder(NativeDecoder):
         if known:
             number, count = np.unique(np.concatenate([last[0] for last in known]), return_counts=True)
             self.cache.begin_pass(number[np.argsort(-count, kind="stable")].tolist())
-        output = super().forward_tree(tree, rows, length, cache, active, scored, hidden_layers)
+        output = super().forward_tree(tree, rows, length, cache, active, scored, hidden_layers, sampling)
         if output.routes:
             self._forecast.observe(tokens, np.stack(output.routes[:1]))
         return output

@@ -12,14 +12,24 @@ from foretell.model.block.decoder import BlockRange
 from foretell.model.cache.layout import index_marked
 from foretell.model.kernels import DynamicTrees, NodeLimits
 from foretell.model.kernels.dynamic_tree import NO_LIMITS, Noise
+from foretell.model.kernels.structures import Sampling
 from foretell.model.run.network import DynamicTreeNetwork, Network, TreeNetwork
 from foretell.model.run.network_runner import NetworkRunner
 from foretell.model.run.partial_pass import PartialPass
-from foretell.model.run.runner import DraftsInCache, ForksRows, GrowsTrees, Layers, Marks, Rows, RunsLayers
+from foretell.model.run.runner import (
+    DraftsInCache,
+    ForksRows,
+    GrowsTrees,
+    Layers,
+    Marks,
+    Rows,
+    RunsLayers,
+    SamplesTokens,
+)
 from foretell.utils.inference import in_inference_mode
 
 
-class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTrees):
+class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, SamplesTokens, DraftsInCache, GrowsTrees):
     """A `Network` with the whole cache of its rows."""
 
     def __init__(self, network: Network, beside: NetworkRunner | None = None) -> None:
@@ -30,6 +40,8 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
         self._tree_network = network if isinstance(network, TreeNetwork) and network.forwards_trees else None
         self._begun: list[PartialPass] = []
         """Passes that have run their first layers since the last `forward`."""
+        self._sampling: Sequence[Sampling] = ()
+        """How the next `forward` samples; empty: not at all."""
 
     def record_attention(self) -> None:
         """Sum up from now on what every cached key receives of the softmax: passes get slower."""
@@ -40,6 +52,7 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
         self, rows: Rows, tree: TokenTree, *, active: Marks = None, scored: Marks = None, hidden_layers: Layers = ()
     ) -> ModelOutput:
         """Run nodes of a tree; see `Runner.forward`."""
+        sampling, self._sampling = self._sampling, ()
         active = tree.active if active is None else active
         self._reserve_active(rows, active)
         length = [self._length[row] for row in rows]
@@ -51,8 +64,13 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
                 return self._finish(continued, active, scored, hidden_layers)
         if self._tree_network is not None and tree.probe_embeddings is None and not self.reads_images(rows):
             marked = active if scored is None else scored
-            return self._tree_network.forward_tree(tree, rows, length, self.cache, active, marked, tuple(hidden_layers))
+            hidden = tuple(hidden_layers)
+            return self._tree_network.forward_tree(tree, rows, length, self.cache, active, marked, hidden, sampling)
         return self._forward_layers(rows, tree, length, active, scored, hidden_layers)
+
+    def sample_next(self, sampling: Sequence[Sampling]) -> None:
+        """Let the next `forward` sample; see `SamplesTokens.sample_next`."""
+        self._sampling = sampling
 
     def begin_pass(self, rows: Sequence[int], tree: TokenTree) -> PartialPass:
         """A pass that runs its first layers now; see `RunsLayers.begin_pass`."""

@@ -14,6 +14,7 @@ from foretell.model.cache.base import Cache
 from foretell.model.cache.layout import Layout
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import DynamicTrees
+from foretell.model.kernels.structures import Sampling
 
 
 class OuterNetwork(Protocol):
@@ -78,9 +79,10 @@ class TreeNetwork(Protocol):
         active: NodeMask,
         scored: NodeMask,
         hidden_layers: tuple[int, ...],
+        sampling: Sequence[Sampling] = (),
     ) -> ModelOutput:
         """Run the active nodes of a tree without probe embeddings; `length`: cached tokens per request. See
-        `Runner.forward`.
+        `Runner.forward`, and for `sampling` `SamplesTokens.sample_next`.
         """
 
 

@@ -18,6 +18,7 @@ from foretell.core.tree import NodeMask, TokenTree, TreeBounds, TreeSizes
 from foretell.model.block.backend import Backend
 from foretell.model.kernels import DynamicTrees, NodeLimits
 from foretell.model.kernels.dynamic_tree import NO_LIMITS, Noise
+from foretell.model.kernels.structures import Sampling
 from foretell.model.run.network import Network
 from foretell.model.run.partial_pass import PartialPass
 
@@ -123,6 +124,17 @@ class RunsLayers(ABC):
 
         Raises:
             ValueError: this model cannot run some of its layers.
+        """
+
+
+class SamplesTokens(ABC):
+    """Samples in a pass."""
+
+    @abstractmethod
+    def sample_next(self, sampling: Sequence[Sampling]) -> None:
+        """Let the next `forward`, of as many rows, sample after the roots of its trees, then after the draft that is
+        the sampled token, and so on, where it can: `ModelOutput.sampled`. `sampling`: parameters, and as noise the key
+        of the seed, of a row whose root is the last decided token; an inverse temperature of 0: the row is left out.
         """
 
 

@@ -301,6 +301,10 @@ struct TreePass {  // a pass over token trees of `requests` requests with `nodes
   const int64_t *prefix_length, *row, *length;  // per request; `length`: cached tokens
   int64_t *hidden_index, *logit_index;          // receive the number of every node among those read and scored, or -1
   int64_t* argmax;                              // receives the largest logit's index of every scored node
+  // How requests sample, with the keys of their seeds as noise; an inverse temperature of 0: not. Or null: none does.
+  const Sampling* sampling;
+  const int64_t* token;  // of the nodes
+  int64_t* sampled;      // receives what follows each node: see sample_paths
 };
 
 struct HiddenLayers {  // layers, ascending, whose input (the residual stream) is recorded in out [count, tokens,

@@ -83,6 +83,7 @@ int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_co
   }
   if (scored) linear(*head, head_input, logits, scored, width, threads);
   foretell_argmax(logits, pass->argmax, scored, width, threads);
+  if (pass->sampling) sample_paths(*pass, logits, width, threads);
   return -1;
 }
 
@@ -257,9 +258,14 @@ void foretell_pack_rows(int32_t kind, int32_t type, int32_t through_bfloat16, co
     pack_floats(kind, type, through_bfloat16, rows, panels, in, words);
 }
 
-// Rows of GGUF blocks of a kind as float32, [count, in].
-void foretell_widen_rows(int32_t kind, const uint8_t* const* rows, int32_t count, int32_t in, float* out) {
-  widen_blocks(kind, rows, count, in, out);
+// Some rows of a matrix of GGUF blocks of a kind, `stride` bytes apart, as float32, [count, in]. rounded: to the nearest
+// bfloat16 numbers.
+void foretell_widen_rows(int32_t kind, const uint8_t* matrix, int64_t stride, const int64_t* rows, int32_t count,
+                         int32_t in, int32_t rounded, float* out) {
+  std::vector<const uint8_t*> places;
+  for (int i = 0; i < count; ++i) places.push_back(matrix + rows[i] * stride);
+  widen_blocks(kind, places.data(), count, in, out);
+  if (rounded) round_to_bfloat16(out, (size_t)count * in);
 }
 
 // Rounds rows of floats of a `RowType` to blocks of Q4_1 or Q8_0, row by row.

@@ -35,8 +35,8 @@ inline void widen_row(int32_t type, const void* row, int in, float* out) {
   }
 }
 
-inline void round_to_bfloat16(float* x, int count) {
-  for (int i = 0; i < count; ++i) {
+inline void round_to_bfloat16(float* x, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
     const uint32_t bits = Bfloat16::round(x[i]) << 16;
     std::memcpy(x + i, &bits, 4);
   }

@@ -309,7 +309,14 @@ inline FloatPart fma_part(FloatPart a, FloatPart b, FloatPart c) {
 
 inline Float fma(Float a, Float b, Float c) { return each_part<Float>(fma_part, a, b, c); }
 
-// acc + the sum of the four products of an unsigned byte of w and a signed byte of x; exact.
+#if FORETELL_NEON && !defined(__ARM_FEATURE_DOTPROD)
+// sum + the four products of a lane's signed bytes, of which those of b are above -128: two have at most 16 bits.
+inline int32x4_t add_pairs_of_bytes(int32x4_t sum, int8x16_t a, int8x16_t b) {
+  return vpadalq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b)));
+}
+#endif
+
+// acc + the sum of the four products of an unsigned byte of w and a signed byte of x, above -128; exact.
 inline Int dot_u8s8(Int acc, Word w, Word x) {
   return each_part<Int>(
       [](IntPart sum, WordPart u, WordPart s) {
@@ -334,6 +341,10 @@ inline Int dot_u8s8(Int acc, Word w, Word x) {
         const int8x16_t half = vdupq_n_s8(64);
         const int32x4_t shift = vdotq_s32(vdotq_s32(vdupq_n_s32(0), half, (int8x16_t)s), half, (int8x16_t)s);
         return vdotq_s32(vaddq_s32((int32x4_t)sum, shift), (int8x16_t)(u ^ 0x80808080u), (int8x16_t)s);
+#elif FORETELL_NEON
+        // Likewise.
+        const int32x4_t shift = vshlq_n_s32(vpaddlq_s16(vpaddlq_s8((int8x16_t)s)), 7);
+        return add_pairs_of_bytes(vaddq_s32((int32x4_t)sum, shift), (int8x16_t)(u ^ 0x80808080u), (int8x16_t)s);
 #else
         for (int i = 0; i < 32; i += 8) sum += (IntPart)((u >> i) & 0xFFu) * ((IntPart)(s << (24 - i)) >> 24);
         return sum;
@@ -357,6 +368,8 @@ inline Int dot_u7s8(Int acc, Word w, Word x) {
                                                                 _mm256_set1_epi16(1)));
 #elif FORETELL_NEON && defined(__ARM_FEATURE_DOTPROD)
         return vdotq_s32((int32x4_t)sum, (int8x16_t)u, (int8x16_t)s);
+#elif FORETELL_NEON
+        return add_pairs_of_bytes((int32x4_t)sum, (int8x16_t)u, (int8x16_t)s);
 #else
         for (int i = 0; i < 32; i += 8) sum += (IntPart)((u >> i) & 0xFFu) * ((IntPart)(s << (24 - i)) >> 24);
         return sum;

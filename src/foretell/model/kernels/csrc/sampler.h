@@ -127,6 +127,11 @@ inline T mix(T x) {
   return x ^ (x >> 31);
 }
 
+// The key of the noise of all tokens at a position, from the key of a request's seed; CounterRNG.key in Python.
+inline uint64_t noise_key(uint64_t key, int64_t position) {
+  return mix((key ^ mix(((uint64_t)position << 32) + kGolden)) + kGolden);
+}
+
 // The noise of a token is 53 bits of a hash of the position's key and the token.
 inline uint64_t noise_bits(uint64_t key, int64_t token) { return mix(key + kGolden * ((uint64_t)token + 1)) >> 11; }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "decoder.h"
+#include "sampler.h"
 #include "speculators.h"
 
 namespace {
@@ -72,6 +73,41 @@ template <class Run>
 void each_scored(const TreePass& pass, const Run& run) {
   for (int i = 0; i < pass.requests * pass.nodes; ++i)
     if (pass.logit_index[i] >= 0) run((size_t)pass.hidden_index[i], (size_t)pass.logit_index[i]);
+}
+
+// Samples the token after the root of every request that samples, then after the draft that is this token, and so on;
+// -1 where no token may follow. After the other nodes nothing is sampled: kNotSampled.
+constexpr int64_t kNotSampled = -2;
+void sample_paths(const TreePass& pass, const float* logits, int width, int threads) {
+  const int nodes = pass.nodes;
+  std::fill_n(pass.sampled, pass.requests * nodes, kNotSampled);
+  std::vector<int> at;  // nodes of all trees that are sampled after
+  for (int i = 0; i < pass.requests; ++i) {
+    const int root = i * nodes + (int)pass.prefix_length[i] - 1;
+    if (pass.sampling[i].inverse_temperature > 0 && pass.logit_index[root] >= 0) at.push_back(root);
+  }
+  for (int depth = 0; !at.empty(); ++depth) {
+    std::vector<int64_t> place, token(at.size());
+    std::vector<Sampling> sampling;
+    for (const int node : at) {
+      const int i = node / nodes;
+      place.push_back(pass.logit_index[node]);
+      sampling.push_back(pass.sampling[i]);
+      sampling.back().noise = noise_key(sampling.back().noise, pass.length[i] + pass.prefix_length[i] + depth);
+    }
+    sample_rows(logits, place.data(), sampling.data(), (int)at.size(), width, token.data(), threads);
+    std::vector<int> below;
+    for (size_t k = 0; k < at.size(); ++k) {
+      const int first = at[k] / nodes * nodes;
+      pass.sampled[at[k]] = token[k];
+      for (int node = at[k] + 1; node < first + nodes; ++node)
+        if (pass.logit_index[node] >= 0 && pass.parent[node] == at[k] - first && pass.token[node] == token[k]) {
+          below.push_back(node);
+          break;
+        }
+    }
+    at = below;
+  }
 }
 
 }  // namespace
