@@ -14,7 +14,6 @@ from foretell.core.sampling import SamplingParams
 from foretell.draft import Continuation, EagleDrafter, NoDrafter, PromptLookup, Retriever, cached_states
 from foretell.draft.prediction import Prediction
 from foretell.engine.asking import Plan
-from foretell.engine.asking import Plan
 from foretell.engine.budget import Budget
 from foretell.engine.draft_account import DraftAccount
 from foretell.engine.draft_source import Trials

@@ -192,7 +192,8 @@ class Budget:
             self.statistics.drafting_steps += drafts > 0
         # The first step with drafters after others without them, or the reverse, takes longer than those that follow;
         # and one that came late followed something else than the engine's own work.
-        settled = not load.is_decode or bool(self._drafted) == self._drafts_before and time.between <= time.total
+        alike = bool(self._drafted) == self._drafts_before and time.between <= time.total
+        settled = alike or not load.is_decode
         if settled:
             costs.learn_pass(tree.active_count, time)
         if load.is_decode:

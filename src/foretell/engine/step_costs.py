@@ -163,7 +163,7 @@ class StepCosts:
             reading = seconds
             if reading >= read * self._read_seconds(source):
                 return
-        # A single disturbed reading must not be believed: with a time too long nothing is read, and nothing corrects it.
+        # A single disturbed reading is not believed: after a time too long nothing is read, and nothing corrects it.
         guess = self._read_seconds(source)
         self.times.observe_draft(source.reading, 1, max(0.0, reading) / read, guess, guesses=EXPECTED_TIMES)
 
