@@ -8,7 +8,10 @@ Both read Python's library; what is measured is in modules that neither the trai
 the units that add most to the output of their layer, and no neuron that is zero. Predictors of low rank are fitted to
 what tokens need, and compared with the units that are needed most often (constant) and with what is needed itself
 (oracle), with as many units each. Recall is the share of the needed units that are read; weights are those of the
-feed-forward networks, or of the queries and the output of attention, the predictors' included.
+feed-forward networks, or of the queries and the output of attention, the predictors' included. Times are those of a
+pass over one token, with the CPU kernels in bfloat16, over a pass of the dense model: a constant set of neurons takes
+that of the first neurons, in multiples of 64, as a smaller model has them. `--only-times` measures these alone, for a
+model whose numbers do not matter.
 """
 
 import argparse
@@ -20,6 +23,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 
+from foretell.api import Model
+from foretell.bench.own_backend import OwnForwardBackend
+from foretell.bench.step import time_passes
 from foretell.lab.reproduce.lab import library_sources
 from foretell.lab.sparsify.activations import BlockActivations, block_activations
 from foretell.lab.sparsify.predictors import (
@@ -31,14 +37,17 @@ from foretell.lab.sparsify.predictors import (
     needed_neurons,
     neuron_sizes,
 )
-from foretell.load import OpenCheckpoint, open_checkpoint
+from foretell.load import OpenCheckpoint, load, open_checkpoint
 from foretell.model.block.activation import activated
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.layer import DecoderBlock, FeedForward
 from foretell.model.block.linear import Linear
-from foretell.model.block.sparsity import PredictedNeurons, Predictor, sparse_decoder
+from foretell.model.block.sparsity import FirstNeurons, NeuronRule, PredictedNeurons, Predictor, sparse_decoder
+from foretell.model.config.model import ModelConfig
+from foretell.model.kernels.structures import prefix_size
 from foretell.model.load.build import build_decoder
 from foretell.model.load.reference import resolve_reference
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.training.full_forward import full_forward
 from foretell.retrieval.corpus import tokenize_documents
 
@@ -46,6 +55,10 @@ Tensor = torch.Tensor
 _LENGTH = 128
 """Tokens of a piece of text."""
 _RESAMPLES = 4000
+_RUN = 32
+"""Neurons that are read together where all are, as the weights are packed."""
+_TIMED, _ROUNDS = 8, 9
+"""Pieces of text after which passes are timed, and rounds of that."""
 
 
 @dataclass(frozen=True)
@@ -151,13 +164,41 @@ def fit_choices(
     return out
 
 
+def block_rules(config: ModelConfig, unit: str, rules: Sequence[Predictor]) -> list[PredictedNeurons]:
+    """Rules of blocks whose tokens read the units that rules choose, and all others."""
+    everything = constant_set(torch.ones(1, config.ffn // _RUN, dtype=torch.bool), config.hidden, 1.0)
+    if unit == "neurons":
+        return [PredictedNeurons(**vars(rule)) for rule in rules]
+    return [PredictedNeurons(**vars(everything), unit=_RUN, heads=rule) for rule in rules]
+
+
+def pass_times(
+    model: Model, choices: Mapping[tuple[str, float, str], Choice], pieces: Int[Tensor, "n s"]
+) -> dict[tuple[str, float, str], str]:
+    """The time of a pass over one token after each piece of text, over that of the dense model: the median of the
+    ratios, and the smallest and the largest.
+    """
+    dense, config = model.checkpoint.load_network(lambda decoder: decoder, "bfloat16"), model.config
+    runners = {"dense": DecoderRunner(dense)}
+    for (unit, share, kind), choice in choices.items():
+        rules: Sequence[NeuronRule] = block_rules(config, unit, choice.rules)
+        if (unit, kind) == ("neurons", "constant"):
+            rules = [FirstNeurons(prefix_size(share, config.ffn))] * config.layers
+        network = model.checkpoint.sparse_network(dense, rules)
+        runners[f"{unit} {share} {kind}"] = DecoderRunner(network)
+    backends, ratios = [OwnForwardBackend(name, runner) for name, runner in runners.items()], list[dict[str, float]]()
+    for piece in pieces:
+        timings = time_passes(backends, piece.tolist(), [1], _ROUNDS, lambda _: None)
+        (whole,) = (t.median_ms for t in timings if t.competitor == "dense")
+        ratios.append({t.competitor: t.median_ms / whole for t in timings} | {"ms": whole})
+    print(f"a pass of the dense model takes {np.median([r['ms'] for r in ratios]):.2f} ms")
+    spread = {key: [r[f"{key[0]} {key[1]} {key[2]}"] for r in ratios] for key in choices}
+    return {key: f"{np.median(r):.2f} [{min(r):.2f}, {max(r):.2f}]" for key, r in spread.items()}
+
+
 def chosen_decoder(decoder: Decoder, unit: str, rules: Sequence[Predictor]) -> Decoder:
     """The model of which tokens read the units that rules choose, and all others."""
-    hidden, ffn = decoder.config.hidden, decoder.config.ffn
-    everything = constant_set(torch.ones(1, ffn, dtype=torch.bool), hidden, 1.0)
-    neurons = rules if unit == "neurons" else [everything] * len(rules)
-    heads = rules if unit == "heads" else [None] * len(rules)
-    return sparse_decoder(decoder, [PredictedNeurons(**vars(n), heads=h) for n, h in zip(neurons, heads, strict=True)])
+    return sparse_decoder(decoder, block_rules(decoder.config, unit, rules))
 
 
 def oracle_decoder(opened: OpenCheckpoint, unit: str, share: float) -> Decoder:
@@ -212,6 +253,10 @@ def predict(opened: OpenCheckpoint, args: argparse.Namespace) -> Iterator[str]:
     settings = PredictorSettings(rank=args.rank, steps=args.fit_steps, seed=args.seed)
     shares = {"neurons": args.shares, "heads": args.head_shares}
     choices, dense = fit_choices(opened, texts, shares, settings), dense_decoder(opened)
+    times = pass_times(load(args.model, "bfloat16"), choices, texts.held[:_TIMED])
+    if args.only_times:
+        yield from (f"{' '.join(map(str, key))}: {time}" for key, time in times.items())
+        return
     plain = losses(dense, texts.held)
     active = np.mean(
         [
@@ -225,7 +270,7 @@ def predict(opened: OpenCheckpoint, args: argparse.Namespace) -> Iterator[str]:
     )
     yield (
         "| read | recall: predictor | constant | perplexity: oracle | predictor | constant | constant over predictor "
-        "| weights read |\n|---|---:|---:|---:|---:|---:|---:|---:|"
+        "| weights read | time: predictor | constant |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
     )
     for unit, parts in shares.items():
         for share in parts:
@@ -233,10 +278,11 @@ def predict(opened: OpenCheckpoint, args: argparse.Namespace) -> Iterator[str]:
             decoders = [oracle_decoder(opened, unit, share), *(chosen_decoder(dense, unit, c.rules) for c in both)]
             oracle, own, fixed = (losses(decoder, texts.held) for decoder in decoders)
             recalls = " | ".join(f"{c.hits / c.needed:.1%}" for c in both)
+            passes = " | ".join(times[unit, share, kind] for kind in ("predictor", "constant"))
             perplexities = " | ".join(f"{np.exp(loss.mean()):.2f}" for loss in (oracle, own, fixed))
             yield (
                 f"| {both[0].read / both[0].units:.1%} of the {unit} ({share:.1%}) | {recalls} | {perplexities} "
-                f"| {ratio_of(fixed, own, args.seed)} | {weights_read(opened, unit, both[0]):.1%} |"
+                f"| {ratio_of(fixed, own, args.seed)} | {weights_read(opened, unit, both[0]):.1%} | {passes} |"
             )
 
 
@@ -251,6 +297,7 @@ def main() -> None:
     parser.add_argument("--fit-steps", type=int, default=300)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     parser.add_argument("--head-shares", type=float, nargs="+", default=[0.125, 0.25, 0.375])
+    parser.add_argument("--only-times", action="store_true")
     args = parser.parse_args()
     opened = open_checkpoint(resolve_reference(args.model))
     for line in predict(opened, args):

@@ -1,7 +1,9 @@
 """APAR's training: answers are cut at their lists, adapters compute what the written target computes."""
 
 import json
+import re
 from dataclasses import replace
+from importlib.metadata import distributions
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from foretell.plan.control_tokens import CHILD, FORK, ControlTokens, choose_cont
 from foretell.speculator.network.base import TargetInfo
 from foretell.testing import letter_codec
 from foretell.train.data.dataset import Dataset, DatasetManifest, DatasetWriter, Document, DocumentRecord
-from foretell.train.data.forks import fork_text, forked_documents
+from foretell.train.data.forks import documented_answers, fork_text, forked_documents
 from foretell.train.loop.settings import TrainingSettings
 from foretell.train.recipe.apar import AparRecipe
 from foretell.train.recipe.base import RecipeSetup
@@ -60,6 +62,38 @@ def test_lists_are_cut_at_their_heads() -> None:
     assert forked is not None and forked.whole == ANSWER
     assert [fork.text for fork in forked.forks] == HEADS and forked.rest == "\n\nGood luck."
     assert forked.forks[1].detail == "\nIt is cheaper, it is fun, and friends like it."
+
+
+def test_lists_of_the_documentation_of_installed_packages_become_answers() -> None:
+    sources = [text for d in distributions() if (text := d.read_text("METADATA"))]
+    made = [(source, *pair) for source in sources for pair in documented_answers(source)]
+    assert len(made) >= 10 and any("Typer requires only a few dependencies:\n\n1. **" in a for _, _, a in made)
+    for source, question, answer in made:
+        assert fork_text(answer) is not None and question.endswith("?")
+        known = set(re.findall(r"[A-Za-z]{3,}", source))
+        assert set(re.findall(r"[A-Za-z]{3,}", answer)) <= known, "all words are the documentation's"
+
+
+REST = """Signals
+-------
+
+The ``Order`` class sends:
+
+* :ref:`created <signal>` -- when an order is
+  made for the *first* time, by anyone
+* **paid**: when the money of an order has arrived
+
+Other
+=====
+- no head
+- here: short
+"""
+
+
+def test_a_list_of_restructured_text_is_written_as_chat_models_do() -> None:
+    wanted = "The Order class sends:\n\n1. **created**: when an order is made for the first time, by anyone\n"
+    wanted += "2. **paid**: when the money of an order has arrived"
+    assert list(documented_answers(REST)) == [("What should I know about Signals?", wanted)]
 
 
 PARAGRAPHS = """Bees matter. They carry pollen from one flower to the next one.
@@ -152,6 +186,12 @@ def test_the_commands_make_a_model_that_the_plan_decodes(folder: Path, model: Mo
     result = run_foretell("data", "fork", source, "--out", forked, "--model", folder)
     assert result.exit_code == 0 and "12 of 24 answers have forks, 36 in all" in result.output, result.output
     assert len(Dataset.open(forked)) == 60
+    (rest := tmp_path / "signals.rst").write_text(REST)
+    result = run_foretell("data", "fork", "--text", rest, "--out", tmp_path / "documented", "--model", folder)
+    assert "1 of 1 answers have forks, 2 in all" in result.output, result.output
+    assert len(Dataset.open(tmp_path / "documented")) == 3
+    refused = run_foretell("data", "fork", "--out", tmp_path / "none", "--model", folder)
+    assert refused.exit_code != 0 and "documentation with --text PATH" in refused.output + refused.stderr
     sizes = ("--steps", "30", "--lr", "0.01", "--warmup", "2", "--draft-vocab", "0", "--batch-tokens", "1024")
     measured = ("--measure-prompts", "2", "--measure-tokens", "12", "--precision", "no", "--set", "rank=8")
     result = run_foretell("train", "apar", "--data", forked, "--out", out, "--model", folder, *sizes, *measured)

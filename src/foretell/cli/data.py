@@ -20,9 +20,9 @@ from foretell.cli.setup import load_model
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.plan.control_tokens import choose_control_tokens
 from foretell.retrieval.corpus import find_files, read_documents
-from foretell.train.data.dataset import Dataset, DatasetManifest, DatasetWriter
+from foretell.train.data.dataset import Dataset, DatasetManifest, DatasetWriter, Document
 from foretell.train.data.features import parse_hidden_layers
-from foretell.train.data.forks import forked_documents
+from foretell.train.data.forks import forked_documents, read_documented
 from foretell.train.data.generate import continue_answers, write_text_chunks
 from foretell.train.loop.job import check_data
 
@@ -111,22 +111,40 @@ def open_or_generate(folder: Path | None, own: Path, target: Model, **settings: 
 
 @app.command()
 def fork(
-    path: Annotated[Path, typer.Argument(help="Folder of a set of answers.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new set.")],
+    path: Annotated[Path | None, typer.Argument(help="Folder of a set of answers.")] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Documentation in Markdown or reStructuredText, whose lists become answers: files or directories; "
+            "repeatable.",
+        ),
+    ] = None,
     model: ModelReference = DEFAULT_MODEL,
 ) -> None:
-    """Cut the answers of a data set at their lists or paragraphs, for `foretell train apar`.
+    """Cut the answers of a data set, or lists of documentation, at their items or paragraphs, for `foretell train
+    apar`.
 
     An answer whose list has heads and details, or whose paragraphs have two sentences or more, becomes a main text with
-    forks, and a text per detail; other answers stay.
+    forks, and a text per detail; other answers stay. Of documentation only such lists are taken.
     """
-    data, target = Dataset.open(path), load_model(model)
-    check_data(data, target)
+    target = load_model(model)
     tokens = choose_control_tokens(target.codec, target.eos)
-    manifest = data.manifest.model_copy(update={"sources": (*data.manifest.sources, f"{path.name}, forked")})
+    if path is None and not text:
+        raise ValueError("give a data set of answers, or documentation with --text PATH, or both")
+    documents, manifest = list[Document](), DatasetManifest.of(target, "text")
+    if path is not None:
+        data = Dataset.open(path)
+        check_data(data, target)
+        documents, manifest = list(data), data.manifest
+    files = [f for f in find_files(text or ()) if f.suffix in (".md", ".rst", ".txt") or f.name == "METADATA"]
+    documents += read_documented(files, target.codec, target.eos)
+    made = [*([] if path is None else [f"{path.name}, forked"]), *(f"{f.name} {_digest(f)}" for f in files)]
+    manifest = manifest.model_copy(update={"sources": (*manifest.sources, *made)})
     number = forked = 0
     with DatasetWriter(out, manifest) as writer:
-        for document in data:
+        for document in documents:
             records = forked_documents(document, number, target.codec, tokens, target.eos)
             number, forked = number + len(records), forked + (len(records) > 1)
             for record in records:
@@ -134,7 +152,8 @@ def fork(
                     writer.add(record)
         writer.seal()
     typer.echo(
-        f"{forked:,} of {len(data):,} answers have forks, {number - len(data):,} in all\n{_summary(Dataset.open(out))}"
+        f"{forked:,} of {len(documents):,} answers have forks, {number - len(documents):,} in all\n"
+        f"{_summary(Dataset.open(out))}"
     )
 
 

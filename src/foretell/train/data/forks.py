@@ -1,9 +1,15 @@
-"""Training texts of APAR (arXiv 2401.06761): answers with lists or paragraphs, cut into a main text and details."""
+"""Training texts of APAR (arXiv 2401.06761): answers with lists or paragraphs, cut into a main text and details.
+
+Answers are a model's own, or made of the lists of documentation by rules.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+
+import numpy as np
 
 from foretell.plan.control_tokens import ControlTokens
 from foretell.tokenizer.codec import TextCodec
@@ -17,6 +23,23 @@ _ITEM = re.compile(r"^(?P<head>[ ]{0,3}(?:\d{1,2}[.)]|[-*•])[ ]+[^\n:]+?:\**)(
 _BEGINS_ITEM = re.compile(r"^ {0,3}(?:\d{1,2}[.)]|[-*•]) +")
 _PARAGRAPH = re.compile(r"(?:^|(?<=\n\n))(?![ ]*(?:\d|[-*•#]))(?P<head>[^\n]+?[.!?])(?= +[A-Z])[^\n]+(?=\n\n|\n?$)")
 """A paragraph of two sentences or more."""
+_MOST_ITEMS = 8
+"""Of a list of documentation; the further ones are left out."""
+_TITLE = re.compile(
+    r"^(?:#{1,6} +(?P<markdown>[^\n]+?) *#*|(?P<rest>[^\s\-*#|.][^\n]*)\n(?P<line>[=\-~^\"*+#.])(?P=line){2,} *)$", re.M
+)
+"""A heading of Markdown or reStructuredText."""
+_BULLETS = re.compile(
+    r"^(?:[ ]{0,3}(?:[-*•]|\d{1,2}[.)]|#\.) +\S[^\n]*\n(?:[ \t]+\S[^\n]*\n|\n(?=[ ]{0,3}\S))*){2,}", re.M
+)
+"""Items of a list, one after the other."""
+_BULLET = re.compile(r"^[ ]{0,3}(?:[-*•]|\d{1,2}[.)]|#\.) +", re.M)
+_DOCUMENTED = re.compile(r"(?P<head>[^\W\d][^\n:]{1,80}?)(?:: | +[-–—]{1,3} +)(?P<detail>[^\n]+)")
+_MARKUP = re.compile(
+    r":[\w:+-]+:(?=`)|`_{0,2}|(?<!\w)\*{1,2}(?=\S)|(?<=\S)\*{1,2}(?!\w)|__|(?<=\w) ?<[^<>\n]+>"
+    r"|\[(?=[^\]\n]*\]\()|\]\([^)\n]*\)|\\(?=\W)"
+)
+"""Roles, links and emphasis, of which the text stays."""
 _FOREIGN = re.compile(r"```|\$\$|\\\(|https?://|\|---")
 """Code, formulas, links and tables: such answers are left out, as in the paper."""
 
@@ -40,6 +63,42 @@ class ForkedText:
     def whole(self) -> str:
         """The text as it was."""
         return "".join(fork.text + fork.detail for fork in self.forks) + self.rest
+
+
+def documented_answers(text: str) -> Iterator[tuple[str, str]]:
+    """Questions and answers of a text in Markdown or reStructuredText: a section that has a list whose items have heads
+    and details, and the list as chat models write them, with its introduction where that ends in a colon.
+    """
+    text = text.replace("\r\n", "\n") + "\n"
+    titles = [*_TITLE.finditer(text)]
+    bounds = [*(title.start() for title in titles), len(text)]
+    for title, end in zip(titles, bounds[1:], strict=True):
+        name = _plain(title["markdown"] or title["rest"])
+        for found in _BULLETS.finditer(text, title.end(), end):
+            items = [_DOCUMENTED.fullmatch(_plain(item)) for item in _BULLET.split(found[0])[1:]]
+            known = [item for item in items if item is not None][:_MOST_ITEMS]
+            lines = [f"{i}. **{item['head']}**: {item['detail']}" for i, item in enumerate(known, 1)]
+            before = _plain(text[title.end() : found.start()].rstrip().rpartition("\n\n")[2])
+            answer = "\n".join([f"{before}\n"] * before.endswith(":") + lines)
+            if len(lines) >= 2 and fork_text(answer) is not None:
+                yield f"What should I know about {name}?", answer
+
+
+def read_documented(files: Iterable[Path], codec: TextCodec, eos: Sequence[int]) -> Iterator[Document]:
+    """Documents of `documented_answers`, each answer once; files that are no text are left out."""
+    seen, end = set[str](), (codec.eos_ids or eos)[0]
+    for file in files:
+        for question, answer in documented_answers(file.read_text("utf-8", errors="ignore")):
+            if answer not in seen:
+                seen.add(answer)
+                prompt = codec.chat([{"role": "user", "content": question}])
+                tokens = [*prompt, *codec.encode(answer, add_special_tokens=False), end]
+                yield Document(np.array(tokens, dtype=np.int32), len(prompt))
+
+
+def _plain(text: str) -> str:
+    """One line without markup."""
+    return " ".join(_MARKUP.sub("", text).split())
 
 
 def fork_text(text: str) -> ForkedText | None:
