@@ -85,7 +85,7 @@ def prediction_modules(names: PredictionNames, weights: Weights) -> list[Predict
     """Names of the parts of the layers of a checkpoint, of which the first one has `names`.
 
     Raises:
-        ValueError: their numbers have a gap.
+        ValueError: their numbers have a gap, or they are several of an architecture that has one.
     """
     modules = [names.of_module(i) for i in range(_MOST_MODULES)]
     there = [weights.get(f"{each.layer}input_layernorm.weight") is not None for each in modules]
@@ -94,6 +94,11 @@ def prediction_modules(names: PredictionNames, weights: Weights) -> list[Predict
         raise ValueError(
             f"{weights.source}: its layers of multi-token prediction have a gap at {modules[count].layer}*; is the "
             "checkpoint complete?"
+        )
+    if count > 1 and not names.several:
+        raise ValueError(
+            f"{weights.source}: there are several layers of multi-token prediction ({names.layer}*, "
+            f"{modules[1].layer}*), and how they follow one another is known of those of DeepSeek and GLM alone"
         )
     return modules[:count]
 
@@ -132,11 +137,6 @@ def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path 
             f"this checkpoint was published without its multi-token prediction layer ({error}); use another method"
         ) from error
     modules = prediction_modules(names, weights)
-    if len(modules) > 1 and not names.several:
-        raise ValueError(
-            f"this checkpoint has several layers of multi-token prediction ({names.layer}*, {modules[1].layer}*), and "
-            "how they follow one another is known of those of DeepSeek and GLM in safetensors alone; use another method"
-        )
     own = replace(prediction_config(config, len(modules)), context=target.config.context)
     norms = [
         [
