@@ -44,9 +44,10 @@ class _LayerWeights(DelegatedWeights):
         return _LAYER.sub(lambda index: self._names.of_module(int(index[1])).layer, name, count=1)
 
 
-def _known() -> list[str]:
-    """Architectures whose checkpoints have such a layer."""
-    return [kind for kind in KINDS if family_of(kind).prediction(kind, 1) is not None]
+def predicting_kinds(trained: bool = False) -> str:
+    """Architectures whose checkpoints have such a layer; `trained`: one that can be trained here."""
+    found = ((kind, family_of(kind).prediction(kind, 1)) for kind in KINDS)
+    return ", ".join(kind for kind, names in found if names is not None and not (trained and names.before_norm))
 
 
 def _beside(weights: Weights) -> Path | None:
@@ -120,7 +121,7 @@ def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path 
     if names is None:
         raise ValueError(
             f"mtp drafts with the multi-token prediction layer of a checkpoint, and {config.architecture} has none; "
-            f"architectures that have one: {', '.join(_known())}; name the directory of Gemma 4's assistant with "
+            f"architectures that have one: {predicting_kinds()}; name the directory of Gemma 4's assistant with "
             "--draft-model"
         )
     if file is None and weights.get(f"{weights.prediction_names(names).combine}.weight") is None:
@@ -148,10 +149,12 @@ def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path 
         for each in modules
     ]
     matrices = [weights.matrix(f"{each.combine}.weight", config.hidden, 2 * config.hidden) for each in modules]
+    if names.before_norm:
+        matrices = [StoredMatrix.of(matrix.widen().roll(config.hidden, 1)) for matrix in matrices]
     build = _native if isinstance(target, NativeDecoder) else _torch
     network, combine = build(own, _LayerWeights(weights, names), target, norms[0][0], matrices)
     parts = [MTPModule(each, *own_norms) for each, own_norms in zip(combine, norms, strict=True)]
-    return MTPLayer(network, parts, config.layers)
+    return MTPLayer(network, parts, config.layers + (not names.before_norm))
 
 
 class PublishedLayer(NamedTuple):
@@ -176,10 +179,15 @@ def read_layers(config: ModelConfig, weights: Weights, names: PredictionNames | 
     """The layers of multi-token prediction of a checkpoint, with these names, to train them on; empty: there are none.
 
     Raises:
-        ValueError: a tensor of them is missing.
+        ValueError: a tensor of them is missing, or they read the state before the target's final norm.
     """
     if names is None or weights.get(f"{names.combine}.weight") is None:
         return []
+    if names.before_norm:
+        raise ValueError(
+            f"{weights.source}: the layer of multi-token prediction of {config.architecture} reads states that those "
+            "that are trained here do not; draft with it as it is (--method mtp), or train another kind"
+        )
     modules = prediction_modules(names, weights)
     own, layers = layers_like(config, len(modules)), _LayerWeights(weights, names)
 
