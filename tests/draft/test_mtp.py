@@ -182,7 +182,7 @@ def test_what_has_no_such_layer_is_refused() -> None:
     oracle_of("qwen3_5")[0].save_pretrained(folder)
     with pytest.raises(ValueError, match=r"published without its multi-token prediction layer .*no mtp\.fc\.weight"):
         load_mtp(decoder.config, SafetensorsWeights(folder), decoder)
-    with pytest.raises(ValueError, match="and llama has none; architectures that have one: qwen3_next"):
+    with pytest.raises(ValueError, match="and llama has none; architectures that have one: mimo, qwen3_next"):
         build("mtp", BuildContext(61, decoder, checkpoint=_Llama(decoder)))
 
 
