@@ -25,7 +25,7 @@ def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
     whole = Decoder(config, decoder.embedding, list(decoder.blocks), decoder.norm, Linear(head))  # type: ignore[arg-type]
     projection = network.state_projection if isinstance(network, PardNetwork) else None
     more = write_state_projection(folder, projection, network.target_info.layers) if projection else {}
-    write_hf(folder, whole, verifier.codec, network.dtype, more)
+    write_hf(folder, whole, verifier.codec, network.dtype, **more)
 
 
 HF = ExportFormat("hf", "draft_model", _write)
