@@ -310,6 +310,8 @@ def test_several_layers_of_a_file_draft_as_those_of_transformers(name: str, tmp_
         torch.testing.assert_close(
             logits[where[0, 1]], wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()), msg=str(file)
         )
+    done = run_foretell("export", folder, "--format", "gguf", "--model", model_file, "--out", tmp_path / "out")
+    assert "(2 of them, and llama.cpp drafts with one alone)" in " ".join(done.stdout.split()), done.stderr
     less = {key: tensor for key, tensor in (first | second).items() if key != f"model.layers.{at + 1}.eh_proj.weight"}
     write_model(tmp_path / "less.gguf", CASES[name], model, prediction=less)
     with pytest.raises(ValueError, match=f"should have 2 layers of multi-token prediction, and block {at + 1} is none"):
