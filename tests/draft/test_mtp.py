@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from foretell.catalogue import BuildContext, build
@@ -24,10 +25,11 @@ from foretell.draft import MTPDrafter
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.model.block.decoder import Decoder
+from foretell.model.config.families import family_of
 from foretell.model.config.readers.hf import from_hf
 from foretell.model.kernels import available
 from foretell.model.load.build import build_decoder
-from foretell.model.load.mtp import load_mtp
+from foretell.model.load.mtp import load_mtp, read_layers
 from foretell.model.load.native import load_native
 from foretell.model.load.weights import SafetensorsWeights
 from foretell.model.run.decoder_runner import DecoderRunner
@@ -48,14 +50,19 @@ CONFIGS = {
         qk_rope_head_dim=4, v_head_dim=6, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
         n_group=4, topk_group=2, first_k_dense_replace=1,
     ),
+    "mimo": transformers.Qwen2Config(**SIZES),
 }  # fmt: skip
 PARTS = {"qwen3_5": (qwen.Qwen3_5DecoderLayer, qwen.Qwen3_5RMSNorm),
-         "deepseek_v3": (deepseek.DeepseekV3DecoderLayer, deepseek.DeepseekV3RMSNorm)}  # fmt: skip
+         "deepseek_v3": (deepseek.DeepseekV3DecoderLayer, deepseek.DeepseekV3RMSNorm),
+         "mimo": (qwen2.Qwen2DecoderLayer, qwen2.Qwen2RMSNorm)}  # fmt: skip
 NAMES = {
     "qwen3_5": {"mtp_block.": "mtp.layers.0.", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
                 "eh_proj": "mtp.fc", "post_norm": "mtp.norm"},
     "deepseek_v3": {"mtp_block.": "model.layers.3.", "enorm": "model.layers.3.enorm", "hnorm": "model.layers.3.hnorm",
                     "eh_proj": "model.layers.3.eh_proj", "post_norm": "model.layers.3.shared_head.norm"},
+    "mimo": {"mtp_block.": "model.mtp_layers.0.", "enorm": "model.mtp_layers.0.token_layernorm",
+             "hnorm": "model.mtp_layers.0.hidden_layernorm", "eh_proj": "model.mtp_layers.0.input_proj",
+             "post_norm": "model.mtp_layers.0.final_layernorm"},
 }  # fmt: skip
 TEXT, PATH = random_tokens(20, 61, seed=3), random_tokens(3, 61, seed=4)
 
@@ -73,17 +80,30 @@ def oracle_of(kind: str) -> tuple[Any, MtpLayer, Path]:
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in layer.state_dict().items():
         stem = next(stem for stem in NAMES[kind] if name.startswith(stem))
-        tensors[name.replace(stem, NAMES[kind][stem], 1)] = tensor.contiguous()
+        # MiMo's matrix reads the hidden state before the embedding, as in its authors' code in vLLM.
+        order = tensor.roll(config.hidden_size, 1) if kind == "mimo" and stem == "eh_proj" else tensor
+        tensors[name.replace(stem, NAMES[kind][stem], 1)] = order.contiguous()
     save_file(tensors, folder / "model.safetensors")
+    if kind == "mimo":
+        raw = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(raw | {"model_type": "mimo", "num_nextn_predict_layers": 1}))
     return model, layer, folder
+
+
+@torch.no_grad()
+def states_of(kind: str, text: Sequence[int]) -> torch.Tensor:
+    """The target's states after its final norm; of MiMo those before it, as its authors' code in vLLM has them."""
+    model, inputs = oracle_of(kind)[0], []
+    hook = model.model.norm.register_forward_pre_hook(lambda norm, given: inputs.append(given[0]))
+    normed: torch.Tensor = model.model(torch.tensor([text])).last_hidden_state
+    hook.remove()
+    return inputs[0] if kind == "mimo" else normed
 
 
 @torch.no_grad()
 def reference(kind: str, text: Sequence[int]) -> torch.Tensor:
     """The layer's output at every position but the last, over the target's own states."""
-    model = oracle_of(kind)[0]
-    states = model.model(torch.tensor([text])).last_hidden_state[:, :-1]
-    return run_layer(kind, states, text[1:])
+    return run_layer(kind, states_of(kind, text)[:, :-1], text[1:])
 
 
 @torch.no_grad()
@@ -128,8 +148,7 @@ def test_scores_are_those_of_transformers(kind: str) -> None:
 def test_drafted_positions_read_the_output_of_the_layer(kind: str) -> None:
     decoder, layer = target_of(kind)
     model, tokens = oracle_of(kind)[0], list(TEXT)
-    with torch.no_grad():
-        states = model.model(torch.tensor([TEXT])).last_hidden_state[:, :-1]
+    states = states_of(kind, TEXT)[:, :-1]
     for token in PATH:
         out = run_layer(kind, states, tokens[1:])
         states, tokens = torch.cat((states, out[:, -1:]), 1), [*tokens, token]
@@ -163,7 +182,7 @@ def test_what_has_no_such_layer_is_refused() -> None:
     oracle_of("qwen3_5")[0].save_pretrained(folder)
     with pytest.raises(ValueError, match=r"published without its multi-token prediction layer .*no mtp\.fc\.weight"):
         load_mtp(decoder.config, SafetensorsWeights(folder), decoder)
-    with pytest.raises(ValueError, match="and llama has none; architectures that have one: qwen3_next"):
+    with pytest.raises(ValueError, match="and llama has none; architectures that have one: mimo, qwen3_next"):
         build("mtp", BuildContext(61, decoder, checkpoint=_Llama(decoder)))
 
 
@@ -171,3 +190,10 @@ class _Llama(TinyCheckpoint):
     def __init__(self, network: Decoder) -> None:
         super().__init__(network)
         self.config = from_hf({"model_type": "llama", **SIZES})
+
+
+def test_the_layer_of_mimo_is_not_trained_further() -> None:
+    decoder, weights = target_of("mimo")[0], SafetensorsWeights(oracle_of("mimo")[2])
+    names = family_of("mimo").prediction("mimo", 3)
+    with pytest.raises(ValueError, match=r"prediction of mimo reads states that .* draft with it as it is"):
+        read_layers(decoder.config, weights, names)

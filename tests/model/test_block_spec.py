@@ -9,9 +9,10 @@ from test_compressed_blocks import CONFIG, RANKS
 from test_decoder import oracle_of
 from test_state_models import STATES, single_mixers
 
+from foretell.model.block import weights
 from foretell.model.block.modules import from_weights, to_weights
 from foretell.model.block.spec import BlockWeights, GatedWeights, LinearWeights, VectorSpec, specs_of
-from foretell.model.block.weights import map_linears, map_matrices, places_of, read_block, tensor_at
+from foretell.model.block.weights import map_linears, map_matrices, places_of, read_block
 from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.hf import from_hf
@@ -79,10 +80,12 @@ def test_the_tensors_of_a_dense_block_are_those_of_transformers(name: str) -> No
         wanted = {key: tuple(tensor.shape) for key, tensor in state.items() if key.startswith(prefix)}
         assert {place.name: place.shape for place in places_of(config, i)} == wanted
         block = map_linears(read_block(config, i, _Stored(state)), lambda path, linear: _widened(linear))
+        written = weights.tensors_of(replace(config, norm_offset=0.0), i, block)
+        assert written.keys() == wanted.keys()
         for place in places_of(config, i):
             spec = specs_of(BlockWeights).get(place.path)
             offset = config.norm_offset * (isinstance(spec, VectorSpec) and spec.offset)
-            assert torch.equal(tensor_at(block, place), state[place.name] + offset), place.name
+            assert torch.equal(written[place.name], state[place.name] + offset), place.name
 
 
 class _Stored(RandomWeights):

@@ -617,11 +617,12 @@ def write_model(
     path: Path, case: GGUFCase, model: Any, kind: Kind = Kind.F32, prediction: Mapping[str, torch.Tensor] | None = None
 ) -> None:
     """Write the file, its matrices stored as `kind`, which those of the model become, too; `prediction`: the tensors of
-    a layer of multi-token prediction by their names in DeepSeek-V3.
+    layers of multi-token prediction by their names in DeepSeek-V3.
     """
     config, arch = model.config, case.architecture
     writer = gguf.GGUFWriter(path, arch)
-    rope, blocks = getattr(config, "rope_parameters", None) or {}, config.num_hidden_layers + (prediction is not None)
+    rope, blocks = getattr(config, "rope_parameters", None) or {}, config.num_hidden_layers
+    blocks += len({name.split(".")[2] for name in prediction or ()})
     head_dim = case.values.get("head_dim") or config.hidden_size // config.num_attention_heads
     meta: Meta = {
         "vocab_size": config.vocab_size, "context_length": config.max_position_embeddings,

@@ -17,7 +17,8 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from gguf_models import CASES, oracle_of, write_model
 from safetensors.torch import load_file, save_file
-from transformers.modeling_layers import MtpLayer
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpLayer, MtpModel
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.glm4_moe import modeling_glm4_moe as glm
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
@@ -26,7 +27,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as next_qwen
 
 from command import expect_error, run_foretell, save_tiny_model, tiny_tokenizer
 from foretell.core.context import StepResult
-from foretell.draft import MTPDrafter
+from foretell.draft import MTPDrafter, MTPModulesDrafter
 from foretell.load import open_checkpoint
 from foretell.model.kernels import available
 from foretell.model.load.build import build_decoder
@@ -270,15 +271,56 @@ def test_the_command_writes_a_layer_in_bfloat16(tmp_path: Path) -> None:
     assert "has no mtp.fc.weight" in expect_error(*common, "--out", tmp_path / "no")
 
 
-def test_layers_that_no_file_can_hold_are_refused(tmp_path: Path) -> None:
-    folder = publish(tmp_path / "published", "glm4moe")
+@pytest.mark.parametrize("name", ["glm4moe", "deepseek2 V3"])
+def test_several_layers_of_a_file_draft_as_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Layer by layer along a path, from the model's file and from a written one, as from safetensors."""
+    model, folder = oracle_of(CASES[name]), publish(tmp_path / "published", name)
+    count, at = 2, model.config.num_hidden_layers
+    first = layer_of(name)[1]
+    second = {key.replace(f"layers.{at}.", f"layers.{at + 1}."): t.flip(0) for key, t in first.items()}
     tensors = load_file(folder / "model.safetensors")
-    further = {key.replace("layers.3.", "layers.4."): t.clone() for key, t in tensors.items() if "layers.3." in key}
-    save_file(tensors | further, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="there are 2 layers of multi-token prediction, and one alone"):
-        written(tmp_path, "glm4moe", folder)
-    plain = save_tiny_model(tmp_path / "plain")
-    checkpoint = open_checkpoint(plain)
+    copies = {key.replace(f"layers.{at}.", f"layers.{at + 1}."): t.flip(0) if key in first else t.clone()
+              for key, t in tensors.items() if f"layers.{at}." in key}  # fmt: skip
+    save_file({key: t.contiguous() for key, t in (tensors | copies).items()}, folder / "model.safetensors")
+    oracle, path = MtpModel(model, count).eval(), random_tokens(1, 61, seed=4)
+    own = layer_of(name)[0].state_dict()
+    for k, layer in enumerate(oracle.layers):
+        layer.load_state_dict({key: t.flip(0) if k else t for key, t in own.items()})
+    with torch.no_grad():
+        states, tokens = model.model(torch.tensor([TEXT[:-1]])).last_hidden_state, torch.tensor([TEXT + path])
+        for k in range(count):
+            end = k + 1 + states.shape[1]
+            cache, where = MtpCache(config=oracle.config), torch.arange(k + 1, end)[None]
+            states = oracle.forward_layer(k, states, where, cache, tokens[:, k + 1 : end])
+        wanted = model.lm_head(states)[0, -1]
+    model_file, _ = written(tmp_path, name, folder)
+    write_model(tmp_path / "both.gguf", CASES[name], model, prediction=first | second)
+    published = open_checkpoint(folder)
+    for file, weights in ((model_file, None), (tmp_path / "both.gguf", None), (model_file, published.weights)):
+        config = gguf_config(GGUF(file))
+        network = build_decoder(config, GGUFWeights(GGUF(file), config), torch.float32, torch.device("cpu"))
+        layer = load_mtp(config, weights or GGUFWeights(GGUF(file), config), network)
+        assert len(layer.modules) == count
+        drafter = MTPModulesDrafter(layer)
+        context, tree = context_of(TEXT), chain_tree(TEXT[:-1])
+        output = DecoderRunner(network).forward([0], tree, hidden_layers=layer.hidden_layers)
+        drafter.observe(StepResult(context, tree, output, (tuple(range(tree.nodes)),), ((TEXT[-1],),), (0,)))
+        drafter.expand(chain_tree([TEXT[-1]]), np.array([[0]]), context)
+        logits, where = drafter.expand(chain_tree([TEXT[-1], *path]), np.array([[1]]), context)
+        torch.testing.assert_close(
+            logits[where[0, 1]], wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()), msg=str(file)
+        )
+    done = run_foretell("export", folder, "--format", "gguf", "--model", model_file, "--out", tmp_path / "out")
+    assert "(2 of them, and llama.cpp drafts with one alone)" in " ".join(done.stdout.split()), done.stderr
+    less = {key: tensor for key, tensor in (first | second).items() if key != f"model.layers.{at + 1}.eh_proj.weight"}
+    write_model(tmp_path / "less.gguf", CASES[name], model, prediction=less)
+    with pytest.raises(ValueError, match=f"should have 2 layers of multi-token prediction, and block {at + 1} is none"):
+        load_mtp(config, GGUFWeights(GGUF(tmp_path / "less.gguf"), config), network)
+
+
+def test_layers_that_no_file_can_hold_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", CASES["glm4moe"], oracle_of(CASES["glm4moe"]))
+    checkpoint = open_checkpoint(save_tiny_model(tmp_path / "plain"))
     with pytest.raises(ValueError, match="qwen3_5_moe_text can be written to GGUF, found llama"):
         write_prediction(checkpoint.config, checkpoint.weights, tmp_path / "m.gguf", tmp_path / "no", torch.float32)
 
@@ -356,3 +398,19 @@ def test_llama_cpp_drafts_with_a_written_layer(name: str, tmp_path: Path) -> Non
     plain, drafted = (llama_cpp(tmp_path / "m.gguf", file) for file in (None, layer))
     assert drafted["tokens"] == plain["tokens"] and len(set(plain["tokens"])) > 1
     assert drafted["timings"]["draft_n_accepted"] == drafted["timings"]["draft_n"] > 8
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["glm4moe", "deepseek2 V3"])
+def test_llama_cpp_reads_a_file_with_several_layers(name: str, tmp_path: Path) -> None:
+    """Its loader asks for the tensors of every layer that the metadata counts; it decodes without them as before."""
+    pytest.importorskip("xllamacpp")
+    model, first = oracle_of(CASES[name]), layer_of(name)[1]
+    at = f"layers.{model.config.num_hidden_layers}."
+    second = {key.replace(at, f"layers.{model.config.num_hidden_layers + 1}."): t for key, t in first.items()}
+    answers = []
+    for i, layers in enumerate((None, first | second)):
+        write_model(tmp_path / f"bare{i}.gguf", CASES[name], model, prediction=layers)
+        with_vocabulary(tmp_path / f"bare{i}.gguf", tmp_path / f"m{i}.gguf")
+        answers.append(llama_cpp(tmp_path / f"m{i}.gguf", None)["tokens"])
+    assert answers[0] == answers[1] and len(set(answers[0])) > 1

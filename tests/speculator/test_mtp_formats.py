@@ -155,7 +155,12 @@ def test_a_target_with_the_written_layer_drafts_like_the_trained_one(kind: str, 
 @pytest.mark.parametrize(
     ("kind", "layers", "format_name", "words"),
     [
-        ("gemma2", 1, "hf", "checkpoints of gemma2 have no names for layers of multi-token prediction; those of"),
+        (
+            "gemma2",
+            1,
+            "hf",
+            "checkpoints of gemma2 have no names for layers of multi-token prediction such as these; those of",
+        ),
         (
             "qwen3_5_text",
             2,

@@ -108,10 +108,12 @@ class Entry:
 
     @property
     def training(self) -> str:
-        """Whether something is trained for the method: required, optional (a draft model), while serving, or none."""
+        """Whether something is trained for the method: required, optional (what else may draft), while serving, or
+        none.
+        """
         if self.drafter.learns:
             return "while serving"
-        optional = any(word in self.needs for word in ("draft model", "trained"))
+        optional = not {"drafts", "speculators"}.isdisjoint(self.reads)
         return "required" if self.speculator else "optional" if optional else "none"
 
     def option_list(self) -> list[Option]:

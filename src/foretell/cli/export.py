@@ -83,7 +83,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def _export_prediction(folder: Path, target: Path, out: Path, dtype: str) -> None:
-    """Write the layer of multi-token prediction of a checkpoint beside a GGUF file of it."""
+    """Write the layers of multi-token prediction of a checkpoint beside a GGUF file of it."""
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype {dtype}: the matrices of the layer are written in float32 or bfloat16")
     if not target.is_file():
@@ -95,8 +95,9 @@ def _export_prediction(folder: Path, target: Path, out: Path, dtype: str) -> Non
     name = f"mtp-{target.stem}.gguf"
     with whole(out) as part:
         part.mkdir()
-        write_prediction(checkpoint.config, checkpoint.weights, target, part / name, getattr(torch, dtype))
-    typer.echo(f"{out / name}: the layer of multi-token prediction in the format gguf")
+        count = write_prediction(checkpoint.config, checkpoint.weights, target, part / name, getattr(torch, dtype))
+    further = "" if count == 1 else f" ({count} of them, and llama.cpp drafts with one alone)"
+    typer.echo(f"{out / name}: the layers of multi-token prediction in the format gguf{further}")
 
 
 @torch.inference_mode()

@@ -29,15 +29,15 @@ _ACTIVATIONS: dict[Activation, str] = {
 
 
 def write_hf(
-    folder: Path, decoder: Decoder, codec: TextCodec | None = None, dtype: torch.dtype = torch.bfloat16
+    folder: Path, decoder: Decoder, codec: TextCodec | None = None, dtype: torch.dtype = torch.bfloat16, **more: Any
 ) -> None:
     """Write `config.json`, `model.safetensors` and, with a codec, the tokenizer; files of the same names are replaced,
-    each atomically.
+    each atomically. `more`: further keys of the configuration.
 
     Raises:
         ValueError: the network is not of the Llama architecture.
     """
-    config = llama_config(decoder.config, dtype)
+    config = llama_config(decoder.config, dtype) | more
     tensors = {name: t.detach().to("cpu", dtype).clone() for name, t in llama_tensors(decoder).items()}
     write_directory(folder, config, tensors, codec)
 

@@ -10,7 +10,7 @@ from foretell.lab.quantize.base import Role
 from foretell.lab.quantize.grid import QuantizedRows
 from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.modules import to_weights
-from foretell.model.block.weights import linear_shapes, places_of, tensor_at
+from foretell.model.block.weights import linear_shapes, places_of, tensors_of
 from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import ModelConfig
 
@@ -58,11 +58,12 @@ def block_tensors(
         linears |= {"mlp.gate_up": weights.mlp.gate_up, "mlp.down": weights.mlp.down}
     factors = {_ROLES[path]: linear.factor for path, linear in linears.items() if linear is not None}
     ranks = LowRank(**{role: factor.shape[0] for role, factor in factors.items() if factor is not None})
-    form = replace(config, low_rank=ranks, shortcuts=weights.attention_shortcut is not None)
+    form = replace(config, low_rank=ranks, shortcuts=weights.attention_shortcut is not None, norm_offset=0.0)
+    tensors = tensors_of(form, i, weights)
     for place in places_of(form, i):
         packed, rows = quantized.get(_ROLES.get(place.path)), place.rows  # type: ignore[arg-type]
         if packed is None or rows is None:
-            yield place.name, tensor_at(weights, place).data
+            yield place.name, tensors[place.name].detach()
         else:
             yield place.name, packed.rows(rows.start, rows.stop)
 

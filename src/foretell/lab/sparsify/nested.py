@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from jaxtyping import Float, Int
 
+from foretell.lab.compress.checkpoint import tensors_of
 from foretell.lab.quantize.directory import CheckpointDirectory
 from foretell.lab.quantize.job import Source
-from foretell.lab.quantize.layout import EMBEDDING, FINAL_NORM, HEAD, block_tensors
+from foretell.lab.quantize.layout import EMBEDDING, FINAL_NORM, HEAD
 from foretell.lab.sparsify.activations import BlockActivations, block_activations
 from foretell.model.block.layer import DecoderBlock, FeedForward
 from foretell.model.config.model import ModelConfig
@@ -77,9 +78,7 @@ def _blocks(
         gate, up = mlp.gate_up.weight.data.chunk(2)
         mlp.gate_up.weight.data = torch.cat([gate[:size], up[:size]])
         mlp.down.weight.data = mlp.down.weight.data[:, :size].contiguous()
-        for name, tensor in block_tensors(replace(source.config, ffn=size), i, block, {}):
-            assert isinstance(tensor, Tensor)
-            yield name, tensor.float()
+        yield from tensors_of(replace(source.config, ffn=size), i, block).items()
         progress(i + 1)
 
 

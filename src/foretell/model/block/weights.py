@@ -216,11 +216,14 @@ class TensorPlace:
     """A tensor of a block in a checkpoint."""
 
     name: str
+    """`{}` in it is the number of an expert."""
     shape: tuple[int, ...]
     path: str
     """Its field in the record of the block; of a bias or a factor that of the layer, and `.bias` or `.factor`."""
     rows: slice | None = None
     """Which outputs of the linear layer it has; None: it is none, or has all."""
+    chosen: bool = False
+    """Whether it has rows of several linear layers."""
 
 
 def places_of(config: ModelConfig, i: int) -> Iterator[TensorPlace]:
@@ -229,71 +232,49 @@ def places_of(config: ModelConfig, i: int) -> Iterator[TensorPlace]:
     Raises:
         ValueError: the checkpoint holds rows in another order than the block, or the block has experts.
     """
-    yield from _places(BlockWeights, Place(config, i), "")
+    for place in _places(BlockWeights, Place(config, i), ""):
+        if place.chosen or "{}" in place.name:
+            what = "matrices" if place.chosen else "experts"
+            raise ValueError(f"the {what} of {config.architecture} cannot be written yet")
+        yield replace(place, name=f"model.layers.{i}.{place.name}")
 
 
 def names_of(config: ModelConfig, i: int) -> set[str]:
     """Names in block `i` of all its tensors in a checkpoint; `{}` is the number of an expert. Of experts they are those
     of one tensor for each matrix, and those of all experts in one tensor.
     """
-    return {family_of(config.architecture).name(name) for name in _names(BlockWeights, Place(config, i), "")}
-
-
-def _names(kind: type[Any], at: Place, path: str) -> Iterator[str]:
-    for field, spec in specs_of(kind).items():
-        whole = f"{path}{field}"
-        if not spec.when(at):
-            continue
-        if isinstance(spec, VectorSpec):
-            name = spec.name(at)
-            yield from () if name is None else (name,)
-        elif isinstance(spec, PartSpec):
-            yield from _names(spec.kind, spec.at(at), f"{whole}.")
-            stacked = family_of(at.config.architecture).stacked_names if spec.each else ()
-            yield from (f"{name}{end}" for name in stacked for end in ("", "_bias"))
-        else:
-            layer = linear_of(spec, at, whole)
-            yield from (f"{layer.factor}.weight",) if layer.rank else ()
-            for part in layer.rows:
-                yield from (f"{part.name}.{end}" for end in (("weight", "bias") if spec.bias(at) else ("weight",)))
+    family, at = family_of(config.architecture), Place(config, i)
+    stacked = family.stacked_names if specs_of(BlockWeights)["experts"].when(at) else ()
+    own = {place.name for place in _places(BlockWeights, at, "")}
+    return own | {family.name(f"{name}{end}") for name in stacked for end in ("", "_bias")}
 
 
 def _places(kind: type[Any], at: Place, path: str) -> Iterator[TensorPlace]:
-    family = family_of(at.config.architecture)
-
-    def place(name: str, shape: tuple[int, ...], field: str, rows: slice | None = None) -> TensorPlace:
-        return TensorPlace(f"model.layers.{at.layer}.{family.name(name)}", shape, field, rows)
-
+    """The tensors of a part by their names in the block."""
+    name_of = family_of(at.config.architecture).name
     for field, spec in specs_of(kind).items():
         whole = f"{path}{field}"
         if not spec.when(at):
             continue
         if isinstance(spec, VectorSpec):
             name = spec.name(at)
-            yield from () if name is None else (place(name, spec.shape(at), whole),)
+            yield from () if name is None else (TensorPlace(name_of(name), spec.shape(at), whole),)
         elif isinstance(spec, PartSpec):
-            if spec.each:
-                raise ValueError(f"the experts of {at.config.architecture} cannot be written yet")
             yield from _places(spec.kind, spec.at(at), f"{whole}.")
         else:
             layer, first = linear_of(spec, at, whole), 0
             if layer.rank:
-                yield place(f"{layer.factor}.weight", (layer.rank, layer.inputs), f"{whole}.factor")
+                yield TensorPlace(name_of(f"{layer.factor}.weight"), (layer.rank, layer.inputs), f"{whole}.factor")
             for part in layer.rows:
-                if part.chosen is not None:
-                    raise ValueError(f"the matrices of {at.config.architecture} cannot be written yet")
                 rows, first = slice(first, first + part.outputs), first + part.outputs
-                yield place(f"{part.name}.weight", (part.outputs, layer.rank or layer.inputs), whole, rows)
+                shape, chosen = (part.outputs, layer.rank or layer.inputs), part.chosen is not None
+                yield TensorPlace(name_of(f"{part.name}.weight"), shape, whole, rows, chosen)
                 if spec.bias(at):
-                    yield place(f"{part.name}.bias", (part.outputs,), f"{whole}.bias", rows)
+                    yield TensorPlace(name_of(f"{part.name}.bias"), shape[:1], f"{whole}.bias", rows, chosen)
 
 
 def tensors_of(config: ModelConfig, i: int, block: BlockWeights) -> dict[str, Float[Tensor, "*shape"]]:
-    """The tensors of block `i` in a checkpoint, each expert's for itself: `read_block` gives the block again.
-
-    Raises:
-        ValueError: the block has matrices of low rank.
-    """
+    """The tensors of block `i` in a checkpoint, each expert's for itself: `read_block` gives the block again."""
     out = dict[str, Tensor]()
     _collect(block, Place(config, i), "", out)
     at, family = f"model.layers.{i}.", family_of(config.architecture)
@@ -321,10 +302,12 @@ def collect_rows(layer: LinearPlace, linear: LinearWeights, expert: int, out: di
     """Add the tensors that a checkpoint has of a linear layer, by the names that Llama's has in a block.
 
     Raises:
-        ValueError: its matrices are of low rank.
+        ValueError: its matrices are of low rank there, and whole here.
     """
     if layer.rank:
-        raise ValueError("matrices of low rank cannot be written; use the model that they were made of")
+        if not isinstance(linear.factor, Tensor):
+            raise ValueError("matrices of low rank cannot be written; use the model that they were made of")
+        out[f"{layer.factor}.weight"] = linear.factor
     first = 0
     for rows in layer.rows:
         last = first + len(rows)
@@ -338,17 +321,6 @@ def collect_rows(layer: LinearPlace, linear: LinearWeights, expert: int, out: di
                 own = stored.index_copy(0, torch.tensor(rows.chosen, device=own.device), own)
             out[name] = own
         first = last
-
-
-def tensor_at(block: BlockWeights, place: TensorPlace) -> Float[Tensor, "*shape"]:
-    """A tensor of a block whose matrices are floats."""
-    value: Any = block
-    for name in place.path.split("."):
-        value = getattr(value, name)
-    if isinstance(value, LinearWeights):
-        value = torch.cat([part for part in value.parts if isinstance(part, Tensor)])
-    tensor: Tensor = value if place.rows is None else value[place.rows]
-    return tensor
 
 
 def linear_places(config: ModelConfig, i: int) -> dict[str, LinearPlace]:

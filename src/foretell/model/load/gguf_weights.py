@@ -134,13 +134,27 @@ class GGUFWeights(Weights):
         return whole * (factors[:, None, None] if part.expert is None else factors[part.expert])
 
     def _predicts(self, name: str) -> bool:
-        """Whether a tensor belongs to a layer of multi-token prediction, which follows the model's own."""
-        layer = name.removeprefix("blk.").partition(".")[0]
-        further = self._file.metadata.get(f"{self._kind}.nextn_predict_layers", 0)
-        return bool(further) and name.startswith("blk.") and int(layer) >= self._config.layers
+        """Whether a tensor belongs to a layer of multi-token prediction, which follow the model's own."""
+        return name.startswith(tuple(f"blk.{i}." for i in self._predicting))
+
+    @property
+    def _predicting(self) -> range:
+        """The numbers of the layers of multi-token prediction, by the metadata."""
+        own = self._config.layers
+        return range(own, own + self._file.metadata.get(f"{self._kind}.nextn_predict_layers", 0))
 
     def prediction_names(self, names: PredictionNames) -> PredictionNames:
-        """Those of the layer after the model's own."""
+        """Those of the first layer after the model's own.
+
+        Raises:
+            ValueError: the file lacks a layer after it, which it should have by its metadata.
+        """
+        there = [f"blk.{i}.nextn.eh_proj.weight" in self._file.tensors for i in self._predicting]
+        if any(there) and not all(there):
+            raise ValueError(
+                f"{self.source}: it should have {len(there)} layers of multi-token prediction, and block "
+                f"{self._config.layers + there.index(False)} is none; is the file complete?"
+            )
         at = f"model.layers.{self._config.layers}."
         norm = f"{at}nextn.shared_head_norm"
         return PredictionNames(
@@ -149,6 +163,7 @@ class GGUFWeights(Weights):
             combine=f"{at}nextn.eh_proj",
             embedding_norm=f"{at}nextn.enorm",
             hidden_norm=f"{at}nextn.hnorm",
+            several=names.several,
         )
 
     @property

@@ -44,9 +44,10 @@ class _LayerWeights(DelegatedWeights):
         return _LAYER.sub(lambda index: self._names.of_module(int(index[1])).layer, name, count=1)
 
 
-def _known() -> list[str]:
-    """Architectures whose checkpoints have such a layer."""
-    return [kind for kind in KINDS if family_of(kind).prediction(kind, 1) is not None]
+def predicting_kinds(trained: bool = False) -> str:
+    """Architectures whose checkpoints have such a layer; `trained`: one that can be trained here."""
+    found = ((kind, family_of(kind).prediction(kind, 1)) for kind in KINDS)
+    return ", ".join(kind for kind, names in found if names is not None and not (trained and names.before_norm))
 
 
 def _beside(weights: Weights) -> Path | None:
@@ -85,7 +86,7 @@ def prediction_modules(names: PredictionNames, weights: Weights) -> list[Predict
     """Names of the parts of the layers of a checkpoint, of which the first one has `names`.
 
     Raises:
-        ValueError: their numbers have a gap.
+        ValueError: their numbers have a gap, or they are several of an architecture that has one.
     """
     modules = [names.of_module(i) for i in range(_MOST_MODULES)]
     there = [weights.get(f"{each.layer}input_layernorm.weight") is not None for each in modules]
@@ -94,6 +95,11 @@ def prediction_modules(names: PredictionNames, weights: Weights) -> list[Predict
         raise ValueError(
             f"{weights.source}: its layers of multi-token prediction have a gap at {modules[count].layer}*; is the "
             "checkpoint complete?"
+        )
+    if count > 1 and not names.several:
+        raise ValueError(
+            f"{weights.source}: there are several layers of multi-token prediction ({names.layer}*, "
+            f"{modules[1].layer}*), and how they follow one another is known of those of DeepSeek and GLM alone"
         )
     return modules[:count]
 
@@ -115,7 +121,7 @@ def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path 
     if names is None:
         raise ValueError(
             f"mtp drafts with the multi-token prediction layer of a checkpoint, and {config.architecture} has none; "
-            f"architectures that have one: {', '.join(_known())}; name the directory of Gemma 4's assistant with "
+            f"architectures that have one: {predicting_kinds()}; name the directory of Gemma 4's assistant with "
             "--draft-model"
         )
     if file is None and weights.get(f"{weights.prediction_names(names).combine}.weight") is None:
@@ -132,11 +138,6 @@ def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path 
             f"this checkpoint was published without its multi-token prediction layer ({error}); use another method"
         ) from error
     modules = prediction_modules(names, weights)
-    if len(modules) > 1 and not names.several:
-        raise ValueError(
-            f"this checkpoint has several layers of multi-token prediction ({names.layer}*, {modules[1].layer}*), and "
-            "how they follow one another is known of those of DeepSeek and GLM in safetensors alone; use another method"
-        )
     own = replace(prediction_config(config, len(modules)), context=target.config.context)
     norms = [
         [
@@ -148,10 +149,12 @@ def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path 
         for each in modules
     ]
     matrices = [weights.matrix(f"{each.combine}.weight", config.hidden, 2 * config.hidden) for each in modules]
+    if names.before_norm:
+        matrices = [StoredMatrix.of(matrix.widen().roll(config.hidden, 1)) for matrix in matrices]
     build = _native if isinstance(target, NativeDecoder) else _torch
     network, combine = build(own, _LayerWeights(weights, names), target, norms[0][0], matrices)
     parts = [MTPModule(each, *own_norms) for each, own_norms in zip(combine, norms, strict=True)]
-    return MTPLayer(network, parts, config.layers)
+    return MTPLayer(network, parts, config.layers + (not names.before_norm))
 
 
 class PublishedLayer(NamedTuple):
@@ -176,10 +179,15 @@ def read_layers(config: ModelConfig, weights: Weights, names: PredictionNames | 
     """The layers of multi-token prediction of a checkpoint, with these names, to train them on; empty: there are none.
 
     Raises:
-        ValueError: a tensor of them is missing.
+        ValueError: a tensor of them is missing, or they read the state before the target's final norm.
     """
     if names is None or weights.get(f"{names.combine}.weight") is None:
         return []
+    if names.before_norm:
+        raise ValueError(
+            f"{weights.source}: the layer of multi-token prediction of {config.architecture} reads states that those "
+            "that are trained here do not; draft with it as it is (--method mtp), or train another kind"
+        )
     modules = prediction_modules(names, weights)
     own, layers = layers_like(config, len(modules)), _LayerWeights(weights, names)
 

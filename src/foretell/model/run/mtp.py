@@ -32,13 +32,14 @@ class MTPModule:
 
 
 class MTPLayer:
-    """Reads position `j` from the target's hidden state there, after its final norm, and the embedding of token
-    `j + 1`: both normed and concatenated, through one matrix, a decoder layer and a norm. The target's head predicts
-    token `j + 2` from that output. A single layer reads positions that the target has not read with its output in place
-    of the hidden state. Of several, layer `k` reads at position `j` the output there of the layer before, and the
-    embedding of token `j + k + 1` (transformers' `MtpModel`).
+    """Reads position `j` from the target's hidden state there, after its final norm (MiMo's: before it), and the
+    embedding of token `j + 1`: both normed and concatenated, through one matrix, a decoder layer and a norm. The
+    target's head predicts token `j + 2` from that output. A single layer reads positions that the target has not read
+    with its output in place of the hidden state. Of several, layer `k` reads at position `j` the output there of the
+    layer before, and the embedding of token `j + k + 1` (transformers' `MtpModel`).
 
-    `network`: the layers as the blocks of a network, with the target's embedding and head.
+    `network`: the layers as the blocks of a network, with the target's embedding and head. `hidden_layer`: the target's
+    that is read.
     """
 
     token_of: torch.Tensor | None = None
@@ -49,10 +50,10 @@ class MTPLayer:
         self,
         network: Network,
         modules: Sequence[MTPModule],
-        target_layers: int,
+        hidden_layer: int,
     ) -> None:
         self._network, self.modules = network, tuple(modules)
-        self.hidden_layers = (target_layers + 1,)
+        self.hidden_layers = (hidden_layer,)
         self.hidden, self.outputs = network.config.hidden, network.config.vocab
         self.context = network.config.context - 1
         """Longest sequence that it reads, in tokens."""

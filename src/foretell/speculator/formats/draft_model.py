@@ -1,6 +1,5 @@
 """Draft models, those of PARD too, written as Hugging Face models."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import torch
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.linear import Linear
 from foretell.model.load.pard2 import write_state_projection
-from foretell.speculator.config_file import CONFIG, read_config
 from foretell.speculator.formats.base import ExportFormat, Verifier
 from foretell.speculator.hf_writer import write_hf
 from foretell.speculator.network.base import Speculator
@@ -25,11 +23,9 @@ def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
     mask_token = network.config.mask_token if isinstance(network, PardNetwork) else None
     config = replace(decoder.config, tied=torch.equal(head, decoder.embedding), mask_token=mask_token)
     whole = Decoder(config, decoder.embedding, list(decoder.blocks), decoder.norm, Linear(head))  # type: ignore[arg-type]
-    write_hf(folder, whole, verifier.codec, network.dtype)
     projection = network.state_projection if isinstance(network, PardNetwork) else None
-    if projection is not None:
-        more = write_state_projection(folder, projection, network.target_info.layers)
-        (folder / CONFIG).write_text(json.dumps(read_config(folder) | more, indent=2) + "\n")
+    more = write_state_projection(folder, projection, network.target_info.layers) if projection else {}
+    write_hf(folder, whole, verifier.codec, network.dtype, **more)
 
 
 HF = ExportFormat("hf", "draft_model", _write)

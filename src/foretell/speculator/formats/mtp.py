@@ -11,12 +11,12 @@ from jaxtyping import Float
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.block.modules import to_weights
 from foretell.model.block.weights import tensors_of
-from foretell.model.config.families import KINDS, family_of
+from foretell.model.config.families import family_of
 from foretell.model.config.families.base import PredictionNames
 from foretell.model.config.model import RopeConfig
 from foretell.model.config.readers.hf import from_hf
 from foretell.model.config.readers.unread_keys import refuse_other_keys
-from foretell.model.load.mtp import layers_like, read_layers
+from foretell.model.load.mtp import layers_like, predicting_kinds, read_layers
 from foretell.model.load.weights import SafetensorsWeights
 from foretell.speculator.checkpoint import write_weights
 from foretell.speculator.config_file import CONFIG
@@ -65,10 +65,10 @@ def _write_hf(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, MTPNetwork)
     kind, layers = verifier.config.architecture, verifier.config.layers
     names = family_of(kind).prediction(kind, layers)
-    if names is None:
-        known = ", ".join(kind for kind in KINDS if family_of(kind).prediction(kind, 1) is not None)
+    if names is None or names.before_norm:
         raise ValueError(
-            f"checkpoints of {kind} have no names for layers of multi-token prediction; those of {known} have"
+            f"checkpoints of {kind} have no names for layers of multi-token prediction such as these; those of "
+            f"{predicting_kinds(trained=True)} have"
         )
     if network.layers > 1 and not names.several:
         raise ValueError(

@@ -1,8 +1,9 @@
-"""Writes the layer of multi-token prediction of a checkpoint as a GGUF file of its own, with the names and the metadata
-of llama.cpp's converter (`--mtp`).
+"""Writes the layers of multi-token prediction of a checkpoint as a GGUF file of their own, with the names and the
+metadata of llama.cpp's converter (`--mtp`).
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,28 +45,28 @@ _ROUTERS = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
 """Matrices in float32."""
 
 
-def write_prediction(config: ModelConfig, weights: Weights, target: Path, path: Path, dtype: torch.dtype) -> None:
-    """Write the layer of a checkpoint. Metadata and the tensors outside blocks (embedding, final norm, head) are those
-    of the GGUF file `target` of the same model; `dtype`: of the layer's matrices.
+def write_prediction(config: ModelConfig, weights: Weights, target: Path, path: Path, dtype: torch.dtype) -> int:
+    """Write the layers of a checkpoint; their number. Metadata and the tensors outside blocks (embedding, final norm,
+    head) are those of the GGUF file `target` of the same model; `dtype`: of the layers' matrices.
 
     Raises:
-        ValueError: the checkpoint has no such layer or several, its kind is not written, or the file is of another
-            model.
+        ValueError: the checkpoint has no such layer, its kind is not written, or the file is of another model.
     """
     from gguf import GGMLQuantizationType as Type
     from gguf import GGUFWriter
 
     file = GGUF(target)
-    kind, own, names = _checked(config, weights, file)
+    kind, own, modules = _checked(config, weights, file)
     writer = GGUFWriter(path, kind)
     copy_metadata(writer, file, f"{kind}.block_count", f"{kind}.nextn_predict_layers")
-    writer.add_block_count(config.layers + 1)
-    writer.add_nextn_predict_layers(1)
+    writer.add_block_count(config.layers + len(modules))
+    writer.add_nextn_predict_layers(len(modules))
     for name, info in file.tensors.items():
         if not name.startswith("blk."):
             writer.add_tensor(name, file.stored_rows(name), raw_dtype=Type(info.ggml_type))
     split = any(name.endswith(".attn_k_b.weight") for name in file.tensors)
-    for name, tensor in _layer(config, own, weights, names, split):
+    layers = (_layer(config, own, weights, names, config.layers + k, split) for k, names in enumerate(modules))
+    for name, tensor in chain.from_iterable(layers):
         if tensor.ndim < 2 or dtype == torch.float32 or name.endswith(_ROUTERS):
             wide = tensor.float() + (config.norm_offset if name.endswith("norm.weight") else 0)
             writer.add_tensor(name, wide.contiguous().numpy())
@@ -73,22 +74,17 @@ def write_prediction(config: ModelConfig, weights: Weights, target: Path, path: 
             rows = tensor.bfloat16().contiguous().view(torch.int16).numpy().view(np.uint8)
             writer.add_tensor(name, rows, raw_dtype=Type.BF16)
     write_whole(writer)
+    return len(modules)
 
 
-def _checked(config: ModelConfig, weights: Weights, file: GGUF) -> tuple[str, ModelConfig, PredictionNames]:
-    """The architecture in GGUF, the configuration of the target's file, and the names of the layer's parts."""
+def _checked(config: ModelConfig, weights: Weights, file: GGUF) -> tuple[str, ModelConfig, list[PredictionNames]]:
+    """The architecture in GGUF, the configuration of the target's file, and the names of the layers' parts."""
     kind, names = _KINDS.get(config.architecture), family_of(config.architecture).prediction
     known = names(config.architecture, config.layers)
     if kind is None or known is None:
         raise ValueError(
             f"{weights.source}: the layer of multi-token prediction of {', '.join(_KINDS)} can be written to GGUF, "
             f"found {config.architecture}"
-        )
-    modules = prediction_modules(known, weights)
-    if len(modules) > 1:
-        raise ValueError(
-            f"{weights.source}: there are {len(modules)} layers of multi-token prediction, and one alone is written to "
-            "GGUF"
         )
     own = gguf_config(file)
     found = str(file.metadata["general.architecture"])
@@ -98,15 +94,14 @@ def _checked(config: ModelConfig, weights: Weights, file: GGUF) -> tuple[str, Mo
             raise ValueError(
                 f"{file.path}: the file of another model: {what} is {of_file}, and {wanted} that of {weights.source}"
             )
-    return kind, own, modules[0]
+    return kind, own, prediction_modules(known, weights)
 
 
 def _layer(
-    config: ModelConfig, own: ModelConfig, weights: Weights, names: PredictionNames, split: bool
+    config: ModelConfig, own: ModelConfig, weights: Weights, names: PredictionNames, block: int, split: bool
 ) -> Iterator[tuple[str, Float[Tensor, "*shape"]]]:
-    """The tensors of the layer by their names in GGUF; `split`: the matrices of keys and of values are two."""
-    at = f"model.layers.{config.layers}."
-    nextn = f"blk.{config.layers}.nextn."
+    """The tensors of a layer by their names in GGUF; `split`: the matrices of keys and of values are two."""
+    at, nextn = f"model.layers.{block}.", f"blk.{block}.nextn."
     for part, name in _PARTS.items():
         yield f"{nextn}{name}.weight", _required(weights, f"{getattr(names, part)}.weight")
     for part, name in _COPIES.items():
@@ -127,7 +122,7 @@ def _layer(
                 each = [_required(weights, names.layer + name.format(i)) for i in range(inner.experts.count)]
                 yield gguf_place(at + name, own)[0], torch.stack(each)
         elif split and name == _KEYS_VALUES:
-            yield from _keys_values(config, f"blk.{config.layers}.", _required(weights, names.layer + name))
+            yield from _keys_values(config, f"blk.{block}.", _required(weights, names.layer + name))
         else:
             yield gguf_place(at + name, own)[0], _required(weights, names.layer + name)
 

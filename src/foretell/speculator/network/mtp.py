@@ -121,4 +121,4 @@ class MTPNetwork(DraftNetwork):
             return MTPModule(combine, *(RMSNorm(norm.weight.detach().clone(), norm.eps) for norm in norms))
 
         network = run if self.token_of is None else ReducedVocabulary(run, self.token_of)
-        return MTPLayer(network, [part(own) for own in self.parts], self.target_info.layers)
+        return MTPLayer(network, [part(own) for own in self.parts], self.target_info.layers + 1)

@@ -53,6 +53,8 @@ class PredictionNames:
     hidden_norm: str
     several: bool = False
     """Whether more such layers may follow, each with parts of its own under the next number."""
+    before_norm: bool = False
+    """Whether it reads the target's state before the final norm, and this before the embedding (MiMo's)."""
 
     def of_module(self, index: int) -> "PredictionNames":
         """Names of the parts of one of several layers, by its index."""

@@ -77,12 +77,20 @@ def _state(read: Fields, kind: str, layers: int) -> DeltaNetConfig:
     )
 
 
+_QWEN2 = Kind({"qkv_bias": True}, {**_DEFAULTS, "num_key_value_heads": 32})
+_AT = "model.mtp_layers.0."
+_MIMO = PredictionNames(
+    _AT, f"{_AT}final_layernorm", f"{_AT}input_proj", f"{_AT}token_layernorm", f"{_AT}hidden_layernorm",
+    before_norm=True,
+)  # fmt: skip
 QWEN = Family(
     kinds={
-        "qwen2": Kind({"qkv_bias": True}, {**_DEFAULTS, "num_key_value_heads": 32}),
+        "qwen2": _QWEN2,
+        "mimo": _QWEN2,
         "qwen3": Kind({"qk_norm": True}, {**_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128}, True),
     },
     gguf_kinds={"qwen2": "qwen2", "qwen3": "qwen3"},
+    prediction=lambda kind, layers: _MIMO if kind == "mimo" else None,
     read_windows=_windows,
 )
 
