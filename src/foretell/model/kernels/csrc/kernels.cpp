@@ -258,8 +258,8 @@ void foretell_pack_rows(int32_t kind, int32_t type, int32_t through_bfloat16, co
     pack_floats(kind, type, through_bfloat16, rows, panels, in, words);
 }
 
-// Some rows of a matrix of GGUF blocks of a kind, `stride` bytes apart, as float32, [count, in]. rounded: to the nearest
-// bfloat16 numbers.
+// Some rows of a matrix of GGUF blocks of a kind, `stride` bytes apart, as float32, [count, in]; `rounded`: to the
+// nearest bfloat16 numbers.
 void foretell_widen_rows(int32_t kind, const uint8_t* matrix, int64_t stride, const int64_t* rows, int32_t count,
                          int32_t in, int32_t rounded, float* out) {
   std::vector<const uint8_t*> places;
