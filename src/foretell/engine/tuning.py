@@ -82,15 +82,17 @@ FOLLOWED = 0.98
 PLAIN_INTERVALS = 8, 256
 """Steps of a load without a plain pass after which one is measured: the first time, and later."""
 TRIAL_REQUESTS, TRIAL_STEPS, TRIAL_NODES = 2, 4, 4
-"""Size of a trial of a drafter that does not pay: requests, steps (some drafters need a pass before they draft again),
-and drafts that are verified beyond those that pay.
+"""Size of a trial of a drafter that does not pay: requests, steps (some drafters need a pass before they draft again,
+and the time of the first one is not learned), and drafts that are verified beyond those that pay.
 """
 TRIAL_SHARE = 0.01
 """Share of the time that trials take at most."""
 TRIAL_INTERVAL, COSTLY_INTERVAL = 16, 64
 """Least number of steps between two trials, and between two that read a text or verify drafts that do not pay."""
 OFF, ON = 1.0, 1.05
-"""Rates over those without a drafter below which it is no longer asked, and from which on it is asked again."""
+"""Rates over those without a drafter below which it is no longer asked, and from which on it is asked again: of two that
+are nearly equal, the one that seems better is mostly the one whose times were measured too short.
+"""
 READING_GAIN = 1.05
 """Least rate over that without a drafter for which it reads what it has not read of a request: what is read may not be
 drafted from.
