@@ -90,8 +90,8 @@ TRIAL_SHARE = 0.01
 TRIAL_INTERVAL, COSTLY_INTERVAL = 16, 64
 """Least number of steps between two trials, and between two that read a text or verify drafts that do not pay."""
 OFF, ON = 1.0, 1.05
-"""Rates over those without a drafter below which it is no longer asked, and from which on it is asked again: of two that
-are nearly equal, the one that seems better is mostly the one whose times were measured too short.
+"""Rates over those without a drafter below which it is no longer asked, and from which on it is asked again: of two
+that are nearly equal, the one that seems better is mostly the one whose times were measured too short.
 """
 READING_GAIN = 1.05
 """Least rate over that without a drafter for which it reads what it has not read of a request: what is read may not be
