@@ -94,7 +94,7 @@ def _fastest_to_read(config: ModelConfig, weights: Weights, precision: Precision
     """
     if precision != "bfloat16" or weights.storage != "quantized" or packs_floats(config):
         return weights
-    if not build.library().foretell_instructions().startswith(b"avx2"):
+    if not _widens_slowly():
         return weights
     wide, available = WidenedWeights(weights), available_memory()
     fits = available is not None and packed_bytes(config, wide, precision) <= available * _MOST_OF_MEMORY
