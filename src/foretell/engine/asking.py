@@ -13,7 +13,6 @@ from foretell.engine.pass_times import Key
 from foretell.engine.step_costs import StepLoad
 from foretell.engine.tuning import (
     CHILD_SHARE,
-    FIRST_STEPS,
     FLOOR_SLACK,
     MOST_EXPANDED,
     OFF,
@@ -76,7 +75,7 @@ class Asking:
             if hoped > offered and self._offers.weights[i] * hoped > before.rate * self._costs.reading(source, [i])[1]:
                 asked.append(i)
         best = self._best_cut(source, asked, before)
-        is_new = source.steps < FIRST_STEPS and self.may_try
+        is_new = source.is_new and self.may_try
         if not is_new and best.rate < before.rate * READING_GAIN and any(i in self._costs.unread for i in asked):
             asked = [i for i in asked if i not in self._costs.unread]
             best = self._best_cut(source, asked, before)

@@ -25,7 +25,7 @@ from foretell.engine.offers import Offers
 from foretell.engine.pass_times import Key, PassTimes
 from foretell.engine.statistics import StepTime
 from foretell.engine.step_costs import DraftedStep, StepCosts, StepLoad
-from foretell.engine.tuning import FIRST_STEPS, TRIAL_REQUESTS
+from foretell.engine.tuning import TRIAL_REQUESTS
 from foretell.shape.chain import Chain
 
 
@@ -193,7 +193,7 @@ class Budget:
         # The first step with drafters after others without them, or the reverse, takes longer than those that follow;
         # of a new drafter it is a start. A step that came late followed something else than the engine's own work.
         alike, late = bool(self._drafted) == self._drafts_before, time.between > time.total
-        is_new = any(offer.step.source.steps < FIRST_STEPS for offer in self._drafted)
+        is_new = any(offer.step.source.is_new for offer in self._drafted)
         if not load.is_decode or ((alike or is_new) and not late):
             costs.learn_pass(tree.active_count, time)
             if load.is_decode and not shared:

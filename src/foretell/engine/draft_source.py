@@ -6,7 +6,15 @@ from math import inf
 from typing import Any
 
 from foretell.engine.acceptance import Acceptance
-from foretell.engine.tuning import COSTLY_INTERVAL, HORIZON, OFF_STEPS, TRIAL_INTERVAL, TRIAL_SHARE, TRIAL_STEPS
+from foretell.engine.tuning import (
+    COSTLY_INTERVAL,
+    FIRST_STEPS,
+    HORIZON,
+    OFF_STEPS,
+    TRIAL_INTERVAL,
+    TRIAL_SHARE,
+    TRIAL_STEPS,
+)
 
 
 @dataclass
@@ -56,6 +64,11 @@ class DraftSource:
         self.scored, self.reading = True, f"{name} reading"
         """Whether its trees have scores, and the name of the times of its reading."""
         self._acceptance = dict[tuple[bool, bool], Acceptance]()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has drafted in too few steps for its times to decide."""
+        return self.steps < FIRST_STEPS
 
     def acceptance(self, sampled: bool) -> Acceptance:
         """Of its drafts as they were last (with scores or without), for sampled or greedy requests."""

@@ -67,8 +67,8 @@ class _Curve:
     def __post_init__(self) -> None:
         self.fit()
 
-    def add(self, extra: int, ratio: float) -> None:
-        """Count a pass."""
+    def add(self, extra: int, ratio: float) -> bool:
+        """Count a pass; whether the curve was fitted anew."""
         self.steps += 1
         if not extra:
             self.plain_at = self.steps
@@ -77,8 +77,10 @@ class _Curve:
             # What the sizes around it say counts as some times of its own: a single one may be disturbed.
             self.windows[knot] = Times([float(self.ratios[extra])] * EXPECTED_TIMES if self.windows else ())
         self.windows[knot].add(ratio)
-        if self.steps < _REFIT or self.steps % _REFIT == 0:
+        refits = self.steps < _REFIT or self.steps % _REFIT == 0
+        if refits:
             self.fit()
+        return refits
 
     def fit(self) -> None:
         """Interpolate the deviations from the start between the knots that were measured."""
@@ -186,9 +188,8 @@ class PassTimes:
             ratio, known = seconds / prior, curve.windows.get(_nearest(extra))
             if known is not None and len(known.last) >= _KNOWN:
                 self._follow_speed(ratio / known.low)
-            curve.add(extra, ratio / self.speed)
             self._curves[key] = curve
-            if not curve.steps % _REFIT or curve.steps < _REFIT:
+            if curve.add(extra, ratio / self.speed):
                 self._guessed.clear()
         self.passes += 1
         if self._file is not None and self.passes >= _FIRST_SAVED and self.passes & (self.passes - 1) == 0:
