@@ -19,9 +19,8 @@ from foretell.model.config.readers.compressed import check_card
 from foretell.model.config.readers.hf import IMAGE_READERS, from_hf, is_decoder_family
 from foretell.model.config.readers.values import eos_token_ids
 from foretell.model.diffusion.config import is_diffusion
-from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import LANES, PRECISIONS, Precision
-from foretell.model.load.adapter import adapter_name, read_updates, with_adapter
+from foretell.model.load.adapter import adapter_name, with_adapter
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_header import gguf_config
@@ -206,13 +205,12 @@ def _adapted(
         name = adapter_name(reference).name
         if name is None or name in made:
             raise ValueError(f"--lora {reference}: adapters that requests choose need names of their own, as NAME=PATH")
-        updates = read_updates(config, weights, reference) if isinstance(network, NativeDecoder) else None
-        if updates is not None and isinstance(network, NativeDecoder):
-            made[name] = network.with_updates(updates)
-            continue
-        log.warning("%s: merged into a copy of the model, which takes its memory again", reference)
-        adapted, merged = with_adapter(config, weights, reference)
-        made[name] = build_network(adapted, rounded(merged), precision, device)
+        beside = checkpoint.adapted(network, reference)
+        if beside is None:
+            log.warning("%s: merged into a copy of the model, which takes its memory again", reference)
+            adapted, merged = with_adapter(config, weights, reference)
+            beside = build_network(adapted, rounded(merged), precision, device)
+        made[name] = beside
     return made
 
 

@@ -1,8 +1,10 @@
 """LoRA adapters: the maths is written here on the weights of a model of transformers, whose logits are compared."""
 
+import copy
 import json
 import logging
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ import test_experts
 import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
+from test_state_models import oracle_of as oracle_of_states
 from test_weights import as_stored, one_sentence, oracle_of, write_gguf
 from typer.testing import CliRunner
 
-from command import ENVIRONMENT, expect_error, run_foretell, save_tiny_model, tiny_draft
+from command import ENVIRONMENT, expect_error, run_foretell, save_tiny_model, tiny_draft, tiny_target
 from foretell.api import Model
 from foretell.catalogue.speculators import target_card
 from foretell.cli import app
@@ -566,6 +569,32 @@ def test_an_adapter_beside_the_weights_gives_the_numbers_of_the_merged_model(
         runner.adapt(0, name)
         logits = runner.forward([0], chain_tree(prompt)).logits.numpy()
         np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("modules", [("q_proj",), ("k_proj", "o_proj"), ("q_proj", "v_proj")], ids=" ".join)
+def test_gates_of_attention_are_adapted_beside_the_weights(
+    modules: tuple[str, ...], native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3.5's queries and gates are rows of one matrix."""
+    if not native:
+        monkeypatch.setattr("foretell.model.load.network.native.available", lambda: False)
+    oracle = oracle_of_states("qwen3_5")
+    shapes = {f"model.layers.2.self_attn.{m}": oracle.model.layers[2].self_attn for m in modules}
+    sizes = {name: tuple(at.get_submodule(name.rpartition(".")[2]).weight.shape) for name, at in shapes.items()}
+    tensors, folder = factors(sizes), directory(tmp_path, oracle)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_target() / name, folder)
+    model = beside(folder, f"x={write_adapter(tmp_path / 'adapter', tensors)}")
+    changed = copy.deepcopy(oracle)
+    add(changed, tensors, 1.5)
+    for name, wanted in (("", oracle), ("x", changed)):
+        runner = model.runner()
+        assert isinstance(runner, AdaptingRunner)
+        runner.adapt(0, name)
+        logits = runner.forward([0], chain_tree(TEXT)).logits.numpy()
+        with torch.no_grad():
+            np.testing.assert_allclose(logits, wanted(torch.tensor([TEXT])).logits[0].numpy(), rtol=0, atol=2e-5)
 
 
 def test_requests_of_one_batch_have_adapters_of_their_own(several: Any) -> None:

@@ -36,7 +36,7 @@ def ready(folder: Path, case: str) -> TrainingJob:
     return task(settings(folder, recipe=recipe, options=options, steps=1, measure_every=0, features="stream"))
 
 
-# A tuned target is written to disk as a copy of its own, and UNO's adapter is measured within one.
+# A tuned target is written to disk as a copy of its own.
 @pytest.mark.parametrize(
     "case",
     [
@@ -47,7 +47,7 @@ def ready(folder: Path, case: str) -> TrainingJob:
             else pytest.mark.exhaustive,
         )
         for c in CASES
-        if "tuned" not in c and c != "uno"
+        if "tuned" not in c
     ],
 )
 def test_a_target_that_runs_in_plain_torch_is_not_read_again(

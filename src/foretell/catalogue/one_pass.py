@@ -72,8 +72,12 @@ def _uno(context: BuildContext, adapter: str, depth: int) -> UnoDrafter:
     target = require_network(context, "drafts with an adapter of its target")
     if context.checkpoint is None:
         raise ValueError("pard with an adapter reads weights of the target, which cannot be read again here")
-    tokens = noise_tokens(context.codec, context.vocab)
-    return UnoDrafter(context.checkpoint.adapted(target, adapter), target, depth, tokens)
+    adapted = context.checkpoint.adapted(target, adapter)
+    if adapted is None:
+        raise ValueError(
+            f"{adapter}: an adapter of linear layers alone drafts, beside a target that is in memory as a whole"
+        )
+    return UnoDrafter(adapted, target, depth, noise_tokens(context.codec, context.vocab))
 
 
 def noise_tokens(codec: TextCodec | None, vocab: int) -> int:

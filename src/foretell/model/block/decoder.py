@@ -154,6 +154,10 @@ class Decoder(nn.Module):
         config = replace(self.config.of_layers(range(layers)), layers=layers + len(blocks))
         return self._sharing(config, [*self._block_list()[:layers], *blocks], SkipSet())
 
+    def with_blocks(self, blocks: list[DecoderBlock]) -> "Decoder":
+        """The network with other blocks of the same sizes."""
+        return self._sharing(self.config, blocks, self.skip)
+
     def without_sublayers(self, skip: SkipSet) -> "Decoder":
         """The network without some sub-layers, sharing all weights (Draft & Verify, arXiv 2309.08168)."""
         return self._sharing(self.config, self._block_list(), skip)

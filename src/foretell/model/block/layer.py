@@ -2,8 +2,9 @@
 modules hold weights only; key-value caches are arguments.
 """
 
+import copy
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol, Self, TypeAlias
+from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from foretell.model.triton import run, runs_kernels
 
 Stream: TypeAlias = Float[torch.Tensor, "*t d"]
 """The residual stream, or what a norm or a sub-layer makes of it."""
+M = TypeVar("M", bound=nn.Module)
 
 
 class RMSNorm(nn.Module):
@@ -40,6 +42,13 @@ class RMSNorm(nn.Module):
 
             return run(elementwise.rms_norm(wide, self.weight, self.eps, dtype))
         return F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps).to(dtype)
+
+
+def sharing(module: M) -> M:
+    """A copy of the same weights, whose modules can be replaced."""
+    out = copy.copy(module)
+    out._modules = dict(module._modules)
+    return out
 
 
 def _norm_for(norm: nn.Module, x: Stream, reader: nn.Module) -> Stream:

@@ -4,7 +4,6 @@
 what was chosen.
 """
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from foretell.model.block.activation import activated, gated
 from foretell.model.block.decoder import Decoder
-from foretell.model.block.layer import DecoderBlock, FeedForward
+from foretell.model.block.layer import DecoderBlock, FeedForward, sharing
 from foretell.model.block.linear import Linear
 from foretell.model.config.model import ModelConfig
 
@@ -194,8 +193,7 @@ class _Beside(nn.Module):
 def first_neurons(dense: FeedForward, size: int) -> FeedForward:
     """The first neurons of a gated network, as views of its weights."""
     gate, up = dense.gate_up.weight.data.chunk(2)
-    out = copy.copy(dense)
-    out._modules = dict(dense._modules)
+    out = sharing(dense)
     out.gate_up = _Beside(Linear(gate[:size]), Linear(up[:size]))  # type: ignore[assignment]
     out.down = Linear(dense.down.weight.data[:, :size])
     return out
@@ -203,8 +201,7 @@ def first_neurons(dense: FeedForward, size: int) -> FeedForward:
 
 def sparse_block(block: DecoderBlock, rule: NeuronRule) -> DecoderBlock:
     """A block with this rule, sharing all weights."""
-    out = copy.copy(block)
-    out._modules = dict(block._modules)
+    out = sharing(block)
     dense = block.mlp
     assert isinstance(dense, FeedForward)
     if isinstance(rule, FirstNeurons):
@@ -237,9 +234,6 @@ def sparse_decoder(decoder: Decoder, rules: Sequence[NeuronRule], label: str = "
         raise ValueError(
             "predictors that look ahead by a layer run on the CPU kernels only; train them without --look-ahead"
         )
-    blocks = [sparse_block(decoder.block(i), rule) for i, rule in enumerate(rules)]
-    out = Decoder(
-        decoder.config, decoder.embedding.data, blocks, decoder.norm, decoder.head, decoder.skip, decoder.layer_inputs
-    )
+    out = decoder.with_blocks([sparse_block(decoder.block(i), rule) for i, rule in enumerate(rules)])
     out.sparsity = label
     return out

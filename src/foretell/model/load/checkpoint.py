@@ -11,11 +11,12 @@ import torch
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.block.sparsity import NeuronRule, sparse_decoder
+from foretell.model.block.updates import updated_decoder
 from foretell.model.block.weights import names_of
 from foretell.model.config.families import family_of
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.load.adapter import read_updates, with_adapter
+from foretell.model.load.adapter import read_updates
 from foretell.model.load.build import build_block, build_decoder, build_without_blocks
 from foretell.model.load.mtp import PublishedLayer, load_mtp, read_layers
 from foretell.model.load.native import packable_block
@@ -71,18 +72,19 @@ class Checkpoint(ABC):
             f"model runs on {type(network).__name__}; run it dense"
         )
 
-    def adapted(self, network: Network, reference: str) -> Network:
-        """`network`, the model itself, with a LoRA adapter: beside its weights on the kernels, else merged into a copy.
+    def adapted(self, network: Network, reference: str) -> Network | None:
+        """`network`, the model itself, with a LoRA adapter beside its weights; None: the adapter changes more than
+        linear layers, or the network is neither on the kernels nor in torch with all its weights in memory.
 
         Raises:
-            ValueError: see `foretell.model.load.adapter`; or the adapter changes more than linear layers.
+            ValueError: see `foretell.model.load.adapter`.
         """
-        if not isinstance(network, NativeDecoder):
-            return build_decoder(*with_adapter(self.config, self._weights, reference), self.dtype, self._device)
+        if not isinstance(network, NativeDecoder | Decoder):
+            return None
         updates = read_updates(self.config, self._weights, reference)
         if updates is None:
-            raise ValueError(f"{reference}: an adapter of linear layers alone drafts, and this one changes more")
-        return network.with_updates(updates)
+            return None
+        return updated_decoder(network, updates) if isinstance(network, Decoder) else network.with_updates(updates)
 
     def mtp_layer(self, network: Network, file: Path | None = None) -> MTPLayer:
         """Load the multi-token prediction layer, of this checkpoint or of a GGUF file that has it alone; embedding and
