@@ -26,11 +26,11 @@ from foretell.accept import (
     TypicalAcceptance,
 )
 from foretell.catalogue import BUILT_IN, DEFAULT_METHOD, BuildContext, Entry, build
-from foretell.catalogue.speculators import embedding_and_head, read_speculator, require_draft_predictor, target_card
+from foretell.catalogue.speculators import embedding_and_head, read_speculator, require_draft_model, target_card
 from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams, exponential_variates
 from foretell.core.tree import TokenTree, root_tree
-from foretell.draft import DraftModel, EarlyExitDrafter, MixtureDrafter, Predictor, PromptLookup
+from foretell.draft import DrafterUnion, DraftModel, EarlyExitDrafter, Predictor, PromptLookup
 from foretell.draft.exit_heads import TrainedExits
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
@@ -52,6 +52,7 @@ from foretell.shape import (
     ExpertAwareTree,
     ExpertSizes,
     FixedTree,
+    MergedTree,
     Shape,
     Trie,
     optimal_tree,
@@ -232,7 +233,7 @@ def good_model(vocab: int) -> DraftModel:
 
 def trained_model(vocab: int) -> Predictor:
     """A drafter with random weights, over three quarters of the vocabulary."""
-    return require_draft_predictor(BuildContext(vocab, target(vocab), speculators=(speculator("draft_model", vocab),)))
+    return require_draft_model(BuildContext(vocab, target(vocab), speculators=(speculator("draft_model", vocab),)))
 
 
 def exits(vocab: int, blocks: bool = False) -> EarlyExitDrafter:
@@ -270,8 +271,10 @@ _BY_HAND = (
     ),
     Variant("distinct", lambda v: Method(small_model(v), BranchingTree((3, 2, 1)), Rejection()), same_seed=False),
     Variant(
-        "mixed",
-        lambda v: Method(MixtureDrafter([small_model(v), good_model(v)], [1, 2]), BranchingTree((2, 2)), Rejection()),
+        "merged",
+        lambda v: Method(
+            DrafterUnion([small_model(v), good_model(v)]), MergedTree(BranchingTree((2, 2, 1))), Rejection()
+        ),
         same_seed=False,
     ),
     Variant(

@@ -11,7 +11,7 @@ import torch
 
 from foretell.catalogue import BUILT_IN
 from foretell.core.sampling import SamplingParams
-from foretell.draft import Drafter, DraftModel, MixtureDrafter
+from foretell.draft import Drafter, DrafterUnion, DraftModel
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Request
 from foretell.model.cache.kv_cache import KVCache
@@ -341,7 +341,7 @@ def test_caches_equal_those_of_a_fresh_pass(variant: Variant) -> None:
 
 
 def draft_runners(drafter: Drafter) -> list[Runner]:
-    if isinstance(drafter, MixtureDrafter):
+    if isinstance(drafter, DrafterUnion):
         return [r for d in drafter.drafters for r in draft_runners(d)]
     return [drafter.runner] if isinstance(drafter, DraftModel) else []
 

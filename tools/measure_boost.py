@@ -3,8 +3,8 @@
     python tools/measure_boost.py MODEL TEXT --set "one, 2N"=once --set "two apart"=first,apart \\
         --set "second boosted"=first,second
 
-Tokens per pass of `specinfer` with each set of draft models, over beginnings of text at temperature 1, with the same
-seeds, and those over the first set's; intervals hold 95 % of 4,000 samples of the beginnings.
+Tokens per pass of `specinfer` with each set of draft models, over beginnings of text with the same seeds, and those
+over the first set's; intervals hold 95 % of 4,000 samples of the beginnings.
 """
 
 import argparse
@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", required=True, metavar="NAME=DIR,...", dest="sets")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--nodes", type=int, default=10, help="num_draft_tokens")
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     model = load(args.model)
@@ -41,7 +43,11 @@ def main() -> None:
     codes = model.codec.encode(text[: 1 << 21], add_special_tokens=False)
     starts = [i * (len(codes) - 256) // args.prompts for i in range(args.prompts)]
     requests = [
-        Request(codes[s : s + 96], SamplingParams(temperature=1.0, seed=args.seed + k), max_new_tokens=args.tokens)
+        Request(
+            codes[s : s + 96],
+            SamplingParams(temperature=args.temperature, seed=args.seed + k),
+            max_new_tokens=args.tokens,
+        )
         for s in starts
         for k in range(_SEEDS)
     ]
@@ -49,7 +55,7 @@ def main() -> None:
     first = None
     print("| drafts | tokens per pass | over the first | first draft accepted |\n|---|---:|---:|---:|")
     for name, _, folders in (given.rpartition("=") for given in args.sets):
-        method = model.method("specinfer", {}, drafts=[Path(folder) for folder in folders.split(",")])
+        method = model.method("specinfer", {"num_draft_tokens": args.nodes}, drafts=list(map(Path, folders.split(","))))
         done = model.engine(method, rows=_ROWS).complete(requests)
         answers = [Counts.of(done[i : i + _SEEDS]) for i in range(0, len(done), _SEEDS)]
         totals = Totals.of(answers, weights)

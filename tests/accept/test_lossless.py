@@ -130,11 +130,8 @@ def test_several_samples_of_one_token_are_exact(acceptor: Acceptor, distinct: bo
 
 
 @seeds
-def test_samples_of_several_drafters_are_exact_as_a_mixture_and_as_separate_tests(seed: int) -> None:
+def test_independent_samples_of_several_drafters_are_exact_as_separate_tests(seed: int) -> None:
     p, one, other = (random_distribution(3, seed + i) for i in (0, 100, 200))
-
-    def mixed(prefix: Prefix) -> np.ndarray:
-        return 0.25 * one(prefix) + 0.75 * other(prefix)
 
     def trials(chooser: Chooser) -> TokenTree:
         distributions = [one(()), other(())]
@@ -143,9 +140,56 @@ def test_samples_of_several_drafters_are_exact_as_a_mixture_and_as_separate_test
             distributions,
         )
 
-    merged = sequence_distribution(Rejection(), lambda chooser: Sampler(mixed, chooser).siblings(2), p, 3)
-    assert distance(merged, p) < 1e-12
     assert distance(sequence_distribution(Rejection(), trials, p, 2), p) < 1e-12
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Two drafters that take turns at the children of every node, without replacement."""
+
+    p: PrefixDistribution
+    drafters: tuple[PrefixDistribution, PrefixDistribution]
+    widths: tuple[int, ...]
+    once: bool = True
+    """Whether no sibling has the token of an earlier one, whoever drafted that."""
+
+    def grow(self, chooser: Chooser) -> TokenTree:
+        nodes, distributions, level = Nodes(), list[np.ndarray](), [(0, Prefix(), 0)]
+        for width in self.widths:
+            above, level = level, []
+            for parent, text, turn in above:
+                left = [q(text).copy() for q in self.drafters]
+                distributions += [q(text) for q in self.drafters]
+                for i in range(width):
+                    which = (turn + i) % 2
+                    if left[which].sum() == 0:
+                        continue
+                    token = chooser.choose(left[which].tolist())
+                    nodes[len(nodes) + 1] = (parent, token, len(distributions) - 2 + which)
+                    level.append((len(nodes), (*text, token), turn + i))
+                    for q in left if self.once else (left[which],):
+                        q[token] = 0
+        return tree_of(nodes, distributions, distinct=True)
+
+    def distance(self, acceptor: Acceptor, length: int) -> float:
+        return distance(sequence_distribution(acceptor, self.grow, self.p, length), self.p)
+
+
+BY_SOURCE = {name: ON_CHAINS[name] for name in ("rejection", "rejection at all nodes", "traversal")}
+
+
+@few_seeds
+@pytest.mark.parametrize("widths", [(2,), (3,), (2, 1)])
+@pytest.mark.parametrize("acceptor", BY_SOURCE.values(), ids=BY_SOURCE.keys())
+def test_merged_trees_of_two_drafters_are_exact(acceptor: Acceptor, widths: tuple[int, ...], seed: int) -> None:
+    p, one, other = (random_distribution(3, seed + i) for i in (0, 100, 200))
+    assert Merged(p, (one, other), widths).distance(acceptor, 3) < 1e-12
+
+
+def test_a_token_that_two_drafters_draw_independently_is_not_tested_as_if_they_had_not() -> None:
+    p, one, other = (random_distribution(3, seed) for seed in (1, 101, 201))
+    assert Merged(p, (one, other), (2,)).distance(Rejection(), 2) < 1e-12
+    assert Merged(p, (one, other), (2,), once=False).distance(Rejection(), 2) > 0.01
 
 
 @seeds

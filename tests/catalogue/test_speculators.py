@@ -8,11 +8,11 @@ import torch
 from foretell.catalogue import BuildContext, build, speculators
 from foretell.catalogue.speculators import (
     find_draft_models,
+    require_draft_model,
     require_draft_models,
-    require_draft_predictor,
     trained_speculator,
 )
-from foretell.draft import DraftModel, HeadsDrafter, HybridDrafter, MixtureDrafter, OnlineDrafter
+from foretell.draft import DrafterUnion, DraftModel, HeadsDrafter, HybridDrafter, OnlineDrafter
 from foretell.engine.request import Request
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.transforms import DecoderTransform
@@ -30,15 +30,21 @@ def build_context(*kinds: str, drafts: tuple[DecoderRunner, ...] = ()) -> BuildC
 def test_a_trained_draft_model_has_a_reduced_vocabulary() -> None:
     (runner,) = require_draft_models(build_context("draft_model"))
     assert isinstance(runner, DecoderRunner) and isinstance(runner.network, ReducedVocabulary) and runner.vocab == VOCAB
-    assert isinstance(require_draft_predictor(build_context("draft_model")), DraftModel)
+    assert isinstance(require_draft_model(build_context("draft_model")), DraftModel)
 
 
-def test_checkpoints_and_several_trained_drafts_are_mixed_and_stay_lossless() -> None:
+def test_trees_of_checkpoints_and_several_trained_drafts_are_merged_and_stay_lossless() -> None:
     both = build_context("draft_model", "draft_model", drafts=(DecoderRunner(sibling()),))
     method = build("specinfer", both)
-    assert isinstance(method.draft, MixtureDrafter) and len(method.draft.drafters) == 3
+    assert isinstance(method.draft, DrafterUnion) and len(method.draft.drafters) == 3
     requests = [Request(random_tokens(5 + i, seed=i), max_new_tokens=9) for i in range(3)]
     assert generate(method, requests) == [naive(target(), r) for r in requests]
+
+
+@pytest.mark.parametrize("name", ["draft_model", "dynamic_tree", "bild_lossy", "hybrid_model"])
+def test_methods_with_one_draft_model_refuse_several(name: str) -> None:
+    with pytest.raises(ValueError, match=r"one draft model, and 2 were named: name one, or use specinfer"):
+        build(name, build_context("draft_model", drafts=(DecoderRunner(sibling()),)))
 
 
 def test_a_speculator_of_another_kind_and_one_too_many_are_refused() -> None:

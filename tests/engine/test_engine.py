@@ -1,7 +1,7 @@
 """The engine: chunked prefill, limits, cancellation, statistics and errors."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,12 +10,12 @@ import pytest
 from foretell.accept import Match, Rejection
 from foretell.core.context import Context
 from foretell.core.sampling import SamplingParams
-from foretell.draft import Continuation, DraftModel, MixtureDrafter, NoDrafter, Predictor, Retriever
+from foretell.draft import Continuation, Drafter, DrafterUnion, DraftModel, NoDrafter, Retriever
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request, Update
 from foretell.model.run.decoder_runner import DecoderRunner
-from foretell.shape import Chain, DynamicTree, RootOnly, Trie
+from foretell.shape import BranchingTree, Chain, DynamicTree, MergedTree, RootOnly, Shape, Trie
 from foretell.testing import TINY, tiny_decoder
 from foretell.tokenizer.stream import Detokenizer
 from helpers import (
@@ -274,13 +274,24 @@ def test_statistics_are_held_while_a_request_runs() -> None:
     assert engine.step() == []
 
 
-@pytest.mark.parametrize("make", [small_model, lambda v: MixtureDrafter([small_model(v), small_model(v)])])
-def test_a_method_serves_one_engine_at_a_time(make: Callable[[int], Predictor]) -> None:
-    method, request = Method(make(VOCAB), Chain(3), Rejection()), Request(PROMPT, SamplingParams(1.0), 9)
+@pytest.mark.parametrize(
+    ("method", "other"),
+    [
+        (Method(small_model(VOCAB), Chain(3), Rejection()), DynamicTree(2, 2, 4)),
+        (
+            Method(
+                DrafterUnion([small_model(VOCAB), small_model(VOCAB)]), MergedTree(BranchingTree((2, 1))), Rejection()
+            ),
+            MergedTree(BranchingTree((2, 2))),
+        ),
+    ],
+)
+def test_a_method_serves_one_engine_at_a_time(method: AnyMethod, other: Shape[Drafter]) -> None:
+    request = Request(PROMPT, SamplingParams(1.0), 9)
     one = engine_for(method)
     one.submit(request)
     one.step()
-    for shape in (method.tree, DynamicTree(2, 2, 4)):
+    for shape in (method.tree, other):
         with pytest.raises(ValueError, match="serves another engine or another method, which is busy: build parts"):
             engine_for(replace(method, tree=shape))
     rest = [t for u in one.run() for t in u.tokens]

@@ -12,7 +12,7 @@ from foretell.catalogue import BUILT_IN
 from foretell.core.context import Context, StepResult
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import join_probe_embeddings, root_tree, tree_from_lists
-from foretell.draft import DraftModel, MixtureDrafter, NoDrafter, PromptLookup
+from foretell.draft import DrafterUnion, DraftModel, NoDrafter, PromptLookup
 from foretell.engine.budget import Budget
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
@@ -20,7 +20,7 @@ from foretell.engine.request import Completion, Request
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.decoder_runner import DecoderRunner
-from foretell.shape import Chain, DynamicTree, RootOnly, Trie
+from foretell.shape import BranchingTree, Chain, DynamicTree, MergedTree, RootOnly, Trie
 from helpers import (
     VARIANTS,
     VOCAB,
@@ -118,7 +118,10 @@ def test_methods_in_one_batch_give_the_bits_they_give_alone_on_the_kernels() -> 
 
 def test_methods_of_one_engine_must_not_share_parts_while_both_are_busy() -> None:
     draft, request = small_model(VOCAB), Request([1, 2, 3], max_new_tokens=6)
-    one, two = Method(draft, Chain(3), Match()), Method(MixtureDrafter([draft]), DynamicTree(2, 2, 4), Match())
+    one, two = (
+        Method(draft, Chain(3), Match()),
+        Method(DrafterUnion([draft]), MergedTree(BranchingTree((2, 2))), Match()),
+    )
     engine = engine_for(PLAIN)
     first = engine.submit(replace(request, method=one))
     engine.step()

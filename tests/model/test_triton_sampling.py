@@ -150,7 +150,7 @@ def test_the_tests_of_many_nodes_are_those_of_the_acceptor(
         for t in range(count[i]):
             rest = left[source[i, t]]
             draft[i, t] = generator.choice(vocab, p=rest / rest.sum()) if rest.sum() else 0
-            rest[draft[i, t]] *= not distinct
+            left[:, draft[i, t]] *= not distinct
         children = {t + 1: (0, int(draft[i, t]), int(source[i, t])) for t in range(count[i])}
         tree, numbers = tree_of(children, list(q), distinct), np.append(uniform[i, : count[i]], uniform[i, -1])
         child, token = Rejection()._accept_child(tree, 0, 0, [*children], Known(weights[i], numbers))  # type: ignore[arg-type]

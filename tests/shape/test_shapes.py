@@ -15,7 +15,7 @@ from foretell.accept import Match
 from foretell.core.context import Context
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import TokenTree, concatenate_trees, merge_trees, tree_from_lists
-from foretell.draft import Continuation, NoDrafter, Predictor, PromptLookup, Retriever
+from foretell.draft import Continuation, DrafterUnion, NoDrafter, Predictor, PromptLookup, Retriever
 from foretell.draft.base import Drafter
 from foretell.engine.method import Method
 from foretell.shape import (
@@ -25,6 +25,7 @@ from foretell.shape import (
     DynamicTree,
     FixedTree,
     LLMCadTree,
+    MergedTree,
     RootOnly,
     Shape,
     Trie,
@@ -40,8 +41,8 @@ SAMPLED = SamplingParams(temperature=1.0)
 class Table(Predictor):
     """A first-order drafter: the distribution after a token depends on that token only."""
 
-    def __init__(self, vocab: int = VOCAB) -> None:
-        self.p = np.random.default_rng(3).dirichlet(np.ones(vocab), vocab)
+    def __init__(self, vocab: int = VOCAB, seed: int = 3) -> None:
+        self.p = np.random.default_rng(seed).dirichlet(np.ones(vocab), vocab)
 
     def expand(self, tree: TokenTree, frontier: np.ndarray, context: Context) -> tuple[torch.Tensor, np.ndarray]:
         at = np.arange(tree.token.size).reshape(tree.token.shape)
@@ -231,6 +232,29 @@ def test_samples_keep_the_distribution_that_they_came_from() -> None:
             parent = int(tree.token[row, tree.parent[row, node]])
             distribution = tree.q[row, tree.q_index[row, node]].numpy()
             np.testing.assert_allclose(distribution, table.p[parent], atol=1e-12)
+
+
+def test_drafters_take_turns_at_the_children_and_draft_first_below_their_own() -> None:
+    one, other, shape = Table(seed=1), Table(seed=2), MergedTree(BranchingTree((2, 1)))
+    tree = shape.grow(DrafterUnion([one, other]), context_of([1]))
+    first = int(one.p[1].argmax())
+    second = next(t for t in np.argsort(-other.p[1]).tolist() if t != first)
+    assert paths(tree) == [(first,), (second,), (first, one.p[first].argmax()), (second, other.p[second].argmax())]
+    alone = shape.grow(DrafterUnion([one]), context_of([1]))
+    assert paths(alone) == paths(BranchingTree((2, 1)).grow(one, context_of([1])))
+
+
+@pytest.mark.exhaustive_types
+def test_samples_of_two_drafters_are_distinct_and_each_has_the_distribution_of_its_drafter() -> None:
+    one, other, counts, number = Table(3, seed=1), Table(3, seed=2), np.zeros((3, 3)), 3000
+    context = context_of(*[[0]] * number, sampling=SAMPLED)
+    tree = MergedTree(BranchingTree((2,))).grow(DrafterUnion([one, other]), context)
+    np.add.at(counts, (tree.token[:, 1], tree.token[:, 2]), 1)
+    p, q = one.p[0], other.p[0]
+    expected = p[:, None] * q[None, :] / (1 - q[:, None]) * (1 - np.eye(3))
+    np.testing.assert_allclose(counts / number, expected, atol=4 * 0.5 / number**0.5)
+    assert tree.q is not None
+    np.testing.assert_allclose(tree.q[0, tree.q_index[0, 1:]].numpy(), [p, q], atol=1e-12)
 
 
 @pytest.mark.exhaustive_types

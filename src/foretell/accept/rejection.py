@@ -1,6 +1,6 @@
 """The rejection test of speculative sampling, for chains and for several drafts of one token."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -16,9 +16,9 @@ class Rejection(Acceptor):
     max(0, p - q).
 
     With one draft this is speculative sampling (arXiv 2211.17192, 2302.01318), with several SpecInfer's multi-step rule
-    (arXiv 2305.09781). Where siblings were sampled without replacement, a rejected token is also removed from q, which
-    is then renormalised. Children that were not sampled come last: one is accepted if it holds the token sampled from
-    the final residual.
+    (arXiv 2305.09781). Where siblings were sampled without replacement, a rejected token is also removed from the q of
+    the later ones, whichever drafter's that is, which is then renormalised. Children that were not sampled come last:
+    one is accepted if it holds the token sampled from the final residual.
     """
 
     label = "rejection"
@@ -68,7 +68,7 @@ class DraftDistributions:
 
     def __init__(self, tree: TokenTree, row: int) -> None:
         self._tree, self._row = tree, row
-        self._remaining: dict[int, Float[torch.Tensor, " v"]] = {}
+        self._rejected = list[int]()
 
     def distribution(self, child: int, like: Float[torch.Tensor, " v"]) -> Float[torch.Tensor, " v"]:
         """The distribution of this child in the precision of `like`; one-hot for a child that was not sampled."""
@@ -77,19 +77,22 @@ class DraftDistributions:
             one_hot = torch.zeros_like(like)
             one_hot[int(self._tree.token[self._row, child])] = 1
             return one_hot
-        if index not in self._remaining:
-            assert self._tree.q is not None
-            self._remaining[index] = self._tree.q[self._row, index].to(like)
-        return self._remaining[index]
+        assert self._tree.q is not None
+        return without(self._tree.q[self._row, index].to(like), self._rejected)
 
     def reject(self, child: int) -> None:
-        """Remove a rejected child from its siblings' distribution if they were sampled without replacement."""
-        index = int(self._tree.q_index[self._row, child])
-        if index >= 0 and self._tree.distinct[self._row]:
-            remaining = self._remaining[index].clone()
-            remaining[int(self._tree.token[self._row, child])] = 0
-            total = remaining.sum()
-            self._remaining[index] = remaining / total if total > 0 else remaining
+        """Remove a rejected child from its siblings' distributions if they were sampled without replacement."""
+        if self._tree.q_index[self._row, child] >= 0 and self._tree.distinct[self._row]:
+            self._rejected.append(int(self._tree.token[self._row, child]))
+
+
+def without(q: Float[torch.Tensor, " v"], tokens: Sequence[int]) -> Float[torch.Tensor, " v"]:
+    """Normalised `q` less these tokens; zero where nothing is left."""
+    if not tokens:
+        return q
+    left = q.index_fill(0, torch.tensor(tokens, device=q.device), 0)
+    total = left.sum()
+    return left / total if total > 0 else left
 
 
 def residual(p: Float[torch.Tensor, " v"], q: Float[torch.Tensor, " v"]) -> Float[torch.Tensor, " v"]:

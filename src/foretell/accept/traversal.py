@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from itertools import count
 
-import torch
-
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.accept.match import Match
-from foretell.accept.rejection import was_sampled
+from foretell.accept.rejection import was_sampled, without
 from foretell.core.sampling import Stream, sample_from
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
@@ -22,12 +20,12 @@ class TraversalVerification(Acceptor):
     left is a leaf. The token after the accepted leaf is sampled from its p. On a chain this is `BlockVerification`, on
     siblings of one level `Rejection`.
 
-    Siblings are samples of one distribution, drawn without replacement or independently; equal ones are one node with
+    Siblings are drawn without replacement, or are independent samples of one distribution; equal ones are one node with
     the children of all, in the place of the first. A draft that ends the answer is a leaf. Trees with tokens that were
     not sampled go to `Match`.
 
     Raises:
-        ValueError: siblings were sampled from different distributions.
+        ValueError: siblings are independent samples of different distributions.
     """
 
     label = "traversal verification"
@@ -60,12 +58,11 @@ class _Traversal:
         tree, row, distributions, node = self._tree, self._row, self._distributions, nodes[0]
         if weight <= 0:
             return None
-        is_end, p, q = not distributions.goes_on(row, node), None, None
+        is_end, p, refused = not distributions.goes_on(row, node), None, list[int]()
         for token, twins in ({} if is_end else self._below(nodes)).items():
-            if p is None or q is None:
-                assert tree.q is not None
-                p = distributions.probabilities(row, node)
-                q = tree.q[row, tree.q_index[row, twins[0]]].to(p)
+            assert tree.q is not None
+            p = distributions.probabilities(row, node) if p is None else p
+            q = without(tree.q[row, tree.q_index[row, twins[0]]].to(p), refused)
             result = self.visit(twins, min(1.0, weight * float(p[token]) / float(q[token])))
             if result is not None:
                 return result
@@ -75,8 +72,7 @@ class _Traversal:
                 p, weight = left / mass, mass / (mass + (1 - weight))
             elif weight < 1:
                 return None
-            q = q.index_fill(0, torch.tensor([token], device=q.device), 0)
-            q = q / q.sum() if q.sum() > 0 else q
+            refused.append(token)
         # The number of tests so far makes the random numbers of siblings independent.
         above = int(tree.parent[row, node])
         if weight < 1 and not (distributions.uniform(row, above, Stream.ACCEPT, next(self._tests)) < weight):
@@ -93,10 +89,11 @@ class _Traversal:
         below = dict[int, list[int]]()
         for node in nodes:
             children = self._children.get(node, [])
-            if len({int(self._tree.q_index[self._row, c]) for c in children}) > 1:
+            sources = {int(self._tree.q_index[self._row, c]) for c in children}
+            if len(sources) > 1 and not self._tree.distinct[self._row]:
                 raise ValueError(
-                    "traversal verification needs siblings that were sampled from one distribution, and these were "
-                    "sampled from several: use Rejection as acceptor"
+                    "traversal verification needs independent siblings to be samples of one distribution, and these "
+                    "were sampled from several: use Rejection as acceptor"
                 )
             for child in children:
                 below.setdefault(int(self._tree.token[self._row, child]), []).append(child)

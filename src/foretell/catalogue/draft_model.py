@@ -28,15 +28,15 @@ from foretell.catalogue.options.draft_model import (
 from foretell.catalogue.options.shared import ChainOptions
 from foretell.catalogue.speculators import (
     DRAFT_MODEL,
+    require_draft_model,
     require_draft_models,
-    require_draft_predictor,
     trained_speculator,
 )
 from foretell.draft import (
     CascadeDrafter,
     CrossTokenizerDrafter,
+    DrafterUnion,
     DraftModel,
-    MixtureDrafter,
     OnlineDrafter,
     Predictor,
     PromptLookup,
@@ -51,6 +51,7 @@ from foretell.shape import (
     ExpertSizes,
     FixedTree,
     LLMCadTree,
+    MergedTree,
     Shape,
     Trie,
     optimal_tree,
@@ -63,27 +64,27 @@ _CASCADE_TRIE_NODES, _CASCADE_CHAIN_LENGTH = 8, 5
 
 def draft_model(context: BuildContext, options: DraftModelOptions) -> AnyMethod:
     """Speculative sampling with a chain of a draft model."""
-    return Method(require_draft_predictor(context), chain(options), rejection(options, options.draft_sample_method))
+    return Method(require_draft_model(context), chain(options), rejection(options, options.draft_sample_method))
 
 
 def block_verification(context: BuildContext, options: ChainOptions) -> AnyMethod:
     """A chain of a draft model under block verification."""
-    return Method(require_draft_predictor(context), chain(options), BlockVerification())
+    return Method(require_draft_model(context), chain(options), BlockVerification())
 
 
 def specinfer(context: BuildContext, options: SpecInferOptions) -> AnyMethod:
-    """A tree with fixed branching, sampled from a mixture of draft models."""
-    return Method(
-        require_draft_predictor(context),
-        BranchingTree(tuple(_branching(options.num_draft_tokens))),
-        rejection(options),
-    )
+    """A tree with fixed branching, merged from those of all draft models."""
+    models = [DraftModel(runner) for runner in require_draft_models(context)]
+    widths = tuple(_branching(options.num_draft_tokens, len(models)))
+    return Method(DrafterUnion(models), MergedTree(BranchingTree(widths)), rejection(options))
 
 
-def _branching(nodes: int) -> Iterator[int]:
-    """Children per node at every depth: two, two, then one, until `nodes` nodes are used."""
+def _branching(nodes: int, models: int) -> Iterator[int]:
+    """Children per node at every depth: two (or one of each model, if they are more), two, then one, until `nodes`
+    nodes are used.
+    """
     level = 1
-    for wanted in concatenated((2, 2), repeat(1)):
+    for wanted in concatenated((max(2, models), 2), repeat(1)):
         width = min(wanted, nodes // level)
         if not width:
             return
@@ -99,7 +100,7 @@ def sequoia(context: BuildContext, options: SequoiaOptions) -> AnyMethod:
         shape = FixedTree(sorted_paths(options.speculative_tree), draw)
     else:
         shape = optimal_tree(options.num_draft_tokens, options.acceptance, depth=options.num_steps, draw=draw)
-    return Method(require_draft_predictor(context), shape, rejection(options, options.draft_sample_method))
+    return Method(require_draft_model(context), shape, rejection(options, options.draft_sample_method))
 
 
 def dynamic_draft_tree(context: BuildContext, options: DynamicTreeOptions) -> AnyMethod:
@@ -107,7 +108,7 @@ def dynamic_draft_tree(context: BuildContext, options: DynamicTreeOptions) -> An
     shape: Shape[Predictor] = dynamic_tree(options, options.num_steps)
     if options.expert_aware:
         shape = ExpertAwareTree(shape, _expert_sizes(context))
-    return Method(require_draft_predictor(context), shape, Match())
+    return Method(require_draft_model(context), shape, Match())
 
 
 def _expert_sizes(context: BuildContext) -> ExpertSizes:
@@ -127,7 +128,7 @@ def _expert_sizes(context: BuildContext) -> ExpertSizes:
 def spectr(context: BuildContext, options: SpecTrOptions) -> AnyMethod:
     """Independent chains, accepted by K-SEQ or tested jointly."""
     chains = BranchingTree((options.eagle_topk, *[1] * (options.num_steps - 1)), distinct=False)
-    return Method(require_draft_predictor(context), chains, rejection(options))
+    return Method(require_draft_model(context), chains, rejection(options))
 
 
 def cascade(context: BuildContext, options: DraftModelOptions) -> AnyMethod:
@@ -159,7 +160,7 @@ def universal_draft(context: BuildContext, options: UniversalDraftOptions) -> An
 def llmcad(context: BuildContext, options: LLMCadOptions) -> AnyMethod:
     """LLMCad's tree, grown token by token."""
     shape = LLMCadTree(options.num_draft_tokens, threshold=options.confidence_threshold)
-    return Method(require_draft_predictor(context), shape, Match())
+    return Method(require_draft_model(context), shape, Match())
 
 
 def online(context: BuildContext, options: OnlineOptions) -> AnyMethod:
@@ -249,8 +250,8 @@ ENTRIES = (
     _entry(
         name="specinfer",
         description=(
-            "One or several draft models, their distributions averaged, sample a tree with fixed branching; siblings "
-            "are sampled without replacement."
+            "One or several draft models sample a tree with fixed branching, at every node in turn; siblings are "
+            "sampled without replacement."
         ),
         when_to_use="when sampling at temperature 0.5 and above, where second choices of a draft model count.",
         papers=(
@@ -262,12 +263,12 @@ ENTRIES = (
                 "2305.09781",
             ),
         ),
-        drafter=MixtureDrafter,
-        shape=BranchingTree,
+        drafter=DrafterUnion,
+        shape=MergedTree,
         acceptor=Rejection,
         builder=specinfer,
         options=SpecInferOptions,
-        drafts_with="one or several draft models, averaged",
+        drafts_with="one or several draft models, their trees merged",
     ),
     _entry(
         name="spectr",

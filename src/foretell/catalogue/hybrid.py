@@ -21,8 +21,8 @@ from foretell.catalogue.retrieval import RETRIEVAL_LABEL, hybrid
 from foretell.catalogue.speculators import (
     DRAFT_MODEL,
     find_draft_models,
-    mix_draft_models,
     names_only_draft_models,
+    one_draft_model,
     read_speculator,
     target_card,
 )
@@ -105,7 +105,7 @@ def _with_trained_model(context: BuildContext, options: HybridModelOptions) -> A
         return None
     label = "a draft model"
     chain = _ChainOptions.from_values(f"hybrid_model, which has {label} here,", named)
-    return _retrieval_or_model(text_retrievers(context), mix_draft_models(models), _chain(chain), options, label)
+    return _retrieval_or_model(text_retrievers(context), one_draft_model(models), _chain(chain), options, label)
 
 
 def _named(options: HybridModelOptions) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from foretell.catalogue.options.lossy import (
     SyntheticOptions,
     TypicalOptions,
 )
-from foretell.catalogue.speculators import names_only_draft_models, packed_speculator, require_draft_predictor
+from foretell.catalogue.speculators import names_only_draft_models, packed_speculator, require_draft_model
 from foretell.draft import DraftModel, EarlyExitDrafter, HeadsDrafter, SkipDecodeDrafter
 from foretell.draft.skip_decode import LayerBudget
 from foretell.engine.method import AnyMethod, Method
@@ -38,7 +38,7 @@ from foretell.speculator.network.heads import HeadsNetwork
 
 def lenience(context: BuildContext, options: LenienceOptions) -> AnyMethod:
     """Rejection sampling with lenience."""
-    return Method(require_draft_predictor(context), chain(options), LenientRejection(options.lenience))
+    return Method(require_draft_model(context), chain(options), LenientRejection(options.lenience))
 
 
 def blockwise_lossy(context: BuildContext, options: BlockwiseLossyOptions) -> AnyMethod:
@@ -48,7 +48,7 @@ def blockwise_lossy(context: BuildContext, options: BlockwiseLossyOptions) -> An
     if context.drafts and not only_models:
         raise ValueError("this method drafts with heads or with draft models, and both were named; leave out one")
     draft = (
-        require_draft_predictor(context)
+        require_draft_model(context)
         if only_models
         else HeadsDrafter(packed_speculator(context, HeadsNetwork, "blockwise"))
     )
@@ -60,7 +60,7 @@ def blockwise_lossy(context: BuildContext, options: BlockwiseLossyOptions) -> An
 def bild(context: BuildContext, options: BiLDOptions) -> AnyMethod:
     """A chain that ends where the draft model is unsure, rolled back to the first token that the target rejects."""
     shape = Chain(options.num_speculative_tokens, draw=False, fallback=options.fallback_threshold)
-    return Method(require_draft_predictor(context), shape, BiLDRollback(options.rollback_threshold))
+    return Method(require_draft_model(context), shape, BiLDRollback(options.rollback_threshold))
 
 
 def early_exit(context: BuildContext, options: EarlyExitOptions) -> AnyMethod:
@@ -101,7 +101,7 @@ def medusa_typical(context: BuildContext, options: MedusaTypicalOptions) -> AnyM
 def typical(context: BuildContext, options: TypicalOptions) -> AnyMethod:
     """A chain with typical acceptance."""
     rule = TypicalAcceptance(options.posterior_threshold, options.posterior_alpha)
-    return Method(require_draft_predictor(context), chain(options), rule)
+    return Method(require_draft_model(context), chain(options), rule)
 
 
 def synthetic(context: BuildContext, options: SyntheticOptions) -> AnyMethod:
@@ -109,7 +109,7 @@ def synthetic(context: BuildContext, options: SyntheticOptions) -> AnyMethod:
     rates = options.synthetic_acceptance_rates
     if (length := options.synthetic_acceptance_length) is not None:
         rates = tuple(min(1.0, max(0.0, length - 1 - i)) for i in range(options.num_speculative_tokens))
-    return Method(require_draft_predictor(context), Chain(len(rates), draw=False), SyntheticAcceptance(rates))
+    return Method(require_draft_model(context), Chain(len(rates), draw=False), SyntheticAcceptance(rates))
 
 
 _MEDUSA = Paper("Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", "2401.10774")

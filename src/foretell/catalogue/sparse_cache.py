@@ -10,7 +10,7 @@ from foretell.catalogue.options.feature_level import EagleTreeOptions
 from foretell.catalogue.options.retrieval import NgramOptions, SamRecyclingOptions
 from foretell.catalogue.options.sparse_cache import SparseKVDraftOptions, TriForceOptions
 from foretell.catalogue.retrieval import ngram, sam_recycling
-from foretell.catalogue.speculators import mix_draft_models, require_draft_models
+from foretell.catalogue.speculators import one_draft_model, require_draft_models
 from foretell.draft import CascadeDrafter, DraftModel, SparseCacheDrafter
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.cache.policy import cache_policy
@@ -38,7 +38,7 @@ def triforce(context: BuildContext, options: TriForceOptions) -> AnyMethod:
 def _first_level(context: BuildContext, options: TriForceOptions) -> AnyMethod:
     count = options.draft_model_tokens
     if options.first_level == "draft_model":
-        small = mix_draft_models(require_draft_models(context))
+        small = one_draft_model(require_draft_models(context))
         return Method(small, Chain(_DRAFT_MODEL_TOKENS if count is None else count, draw=False), Match())
     count = _FREE_TOKENS if count is None else count
     if options.first_level == "eagle3":

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from foretell.catalogue.build_context import BuildContext, require_network
-from foretell.draft import DraftModel, MixtureDrafter, Predictor
+from foretell.draft import DraftModel
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.run.runner import Runner
@@ -101,19 +101,27 @@ def embedding_and_head(context: BuildContext) -> EmbeddingAndHead:
     )
 
 
-def require_draft_predictor(context: BuildContext) -> Predictor:
-    """The draft model, or a mixture of several.
+def require_draft_model(context: BuildContext) -> DraftModel:
+    """The draft model.
 
     Raises:
-        ValueError: there is none, or one does not fit.
+        ValueError: there is none, there are several, or one does not fit.
     """
-    return mix_draft_models(require_draft_models(context))
+    return one_draft_model(require_draft_models(context))
 
 
-def mix_draft_models(runners: Sequence[Runner]) -> Predictor:
-    """One draft model, or a mixture of several: the mean of their distributions."""
-    models = [DraftModel(r) for r in runners]
-    return models[0] if len(models) == 1 else MixtureDrafter(models)
+def one_draft_model(runners: Sequence[Runner]) -> DraftModel:
+    """The only one of these draft models.
+
+    Raises:
+        ValueError: there are several.
+    """
+    if len(runners) > 1:
+        raise ValueError(
+            f"this method drafts with one draft model, and {len(runners)} were named: name one, or use specinfer, "
+            "which merges the trees of several"
+        )
+    return DraftModel(runners[0])
 
 
 def require_draft_models(context: BuildContext) -> tuple[Runner, ...]:

@@ -17,7 +17,7 @@ class NodeDrafts(NamedTuple):
     """The rows of the drafters' distributions that they were sampled from."""
     count: Int[torch.Tensor, " m"]
     distinct: Bool[torch.Tensor, " m"]
-    """Whether drafts of one source were drawn without replacement."""
+    """Whether they were drawn without replacement."""
     uniform: Float[torch.Tensor, "m u"]
     """Random numbers in [0, 1): one for every test, and the last one for the token after them; `u = t + 1`."""
 
@@ -46,13 +46,11 @@ def test_drafts(
     accepted, chances = torch.full_like(place, -1, dtype=torch.int64), list[torch.Tensor]()
     draft, source = drafts.draft.long(), drafts.source.long()
     for t in range(draft.shape[1]):
-        x, refused_before = q[source[:, t]].double(), torch.zeros_like(drafts.distinct)
-        for s in range(t):
-            gone = drafts.distinct & (source[:, s] == source[:, t])
-            x = x.scatter(1, draft[:, s : s + 1], torch.where(gone[:, None], 0.0, x.gather(1, draft[:, s : s + 1])))
-            refused_before = refused_before | gone
-        total = x.sum(-1, keepdim=True)
-        x = torch.where(refused_before[:, None] & (total > 0), x / total, x)
+        x = q[source[:, t]].double()
+        if t:
+            left = x.scatter(1, draft[:, :t], 0.0)
+            total = left.sum(-1, keepdim=True)
+            x = torch.where(drafts.distinct[:, None], torch.where(total > 0, left / total, left), x)
         chance = torch.cat([x.gather(1, draft[:, t : t + 1]), p.gather(1, draft[:, t : t + 1])], 1)
         chances.append(chance)
         is_tested = (accepted < 0) & (t < drafts.count)

@@ -15,7 +15,6 @@ from foretell.draft.hybrid import HybridDrafter
 from foretell.draft.jacobi import JacobiDrafter
 from foretell.draft.lookahead import LookaheadDrafter
 from foretell.draft.masked_diffusion import MaskedDiffusionDrafter
-from foretell.draft.mixture import MixtureDrafter
 from foretell.draft.mlp_speculator import MLPSpeculatorDrafter, ReDrafterDrafter
 from foretell.draft.mtp_modules import MTPModulesDrafter
 from foretell.draft.online import OnlineDrafter
@@ -29,6 +28,7 @@ from foretell.draft.skip_decode import SkipDecodeDrafter
 from foretell.draft.sparse_cache import SparseCacheDrafter
 from foretell.draft.sparse_target import SparseTargetDrafter, UnoDrafter
 from foretell.draft.suffix import SuffixRetriever
+from foretell.draft.union import DrafterUnion
 
 __all__ = [
     "AssistantDrafter",
@@ -40,6 +40,7 @@ __all__ = [
     "DatastoreRetriever",
     "DraftModel",
     "Drafter",
+    "DrafterUnion",
     "EagleDrafter",
     "EarlyExitDrafter",
     "HeadsDrafter",
@@ -50,7 +51,6 @@ __all__ = [
     "MTPDrafter",
     "MTPModulesDrafter",
     "MaskedDiffusionDrafter",
-    "MixtureDrafter",
     "NoDrafter",
     "OnlineDrafter",
     "PEagleDrafter",

@@ -2,7 +2,7 @@
 
 from foretell.shape.base import RootOnly, Shape, TreeBuilder
 from foretell.shape.beam_search import BeamSearch
-from foretell.shape.branching_tree import BranchingTree
+from foretell.shape.branching_tree import BranchingTree, MergedTree
 from foretell.shape.chain import Chain
 from foretell.shape.dynamic_tree import DynamicTree
 from foretell.shape.expert_aware import ExpertAwareTree, ExpertSizes
@@ -23,6 +23,7 @@ __all__ = [
     "FixedTree",
     "HybridTree",
     "LLMCadTree",
+    "MergedTree",
     "PathCounts",
     "RootOnly",
     "Shape",

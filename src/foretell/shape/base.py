@@ -171,10 +171,11 @@ def add_top_ranks(
 
 def expand_level(
     builder: TreeBuilder,
-    distributions: ProcessedDistributions,
+    drafters: Sequence[ProcessedDistributions],
     ranks: Sequence[Sequence[int]],
     draw: bool,
     active: Sequence[int] | None = None,
+    turns: Sequence[int] | None = None,
 ) -> None:
     """Add one child per entry of `ranks[i]` to the `i`-th frontier node of every row: the token of that rank or, with
     `draw`, a sampled one.
@@ -182,6 +183,9 @@ def expand_level(
     A child is not valid where its parent cannot be expanded, or where the vocabulary or a distribution has no further
     token: after truncation, or because a bias forbids all that the drafter knows. `active`: the rows that may have
     children; None: all.
+
+    Of several drafters, which must be asked for different tokens, the children of the `i`-th frontier node are those of
+    one after another, beginning with number `turns[i]`.
     """
     b, width = len(builder.frontier), sum(len(r) for r in ranks)
     parent = np.repeat(builder.frontier, [len(r) for r in ranks], axis=1)
@@ -192,26 +196,29 @@ def expand_level(
     )
     for row in range(b) if active is None else active:
         first = 0
-        for node, node_ranks in zip(builder.frontier[row].tolist(), ranks, strict=True):
+        for i, (node, node_ranks) in enumerate(zip(builder.frontier[row].tolist(), ranks, strict=True)):
             if node_ranks and builder.can_expand(row, node):
+                turn = 0 if turns is None else turns[i]
+                order = [drafters[(turn + k) % len(drafters)] for k in range(max(node_ranks) + 1)]
                 with suppress(NoTokenError):
-                    children = _child_tokens(builder, distributions, row, node, node_ranks, draw, first)
-                    for i, (t, q) in enumerate(children, first):
-                        token[row, i], valid[row, i], q_index[row, i] = t, True, q
+                    for k, t, q in _child_tokens(builder, order, row, node, node_ranks, draw, first):
+                        token[row, first + k], valid[row, first + k], q_index[row, first + k] = t, True, q
             first += len(node_ranks)
     builder.add(parent, token, valid, q_index)
 
 
 def _child_tokens(
     builder: TreeBuilder,
-    distributions: ProcessedDistributions,
+    drafters: Sequence[ProcessedDistributions],
     row: int,
     node: int,
     ranks: Sequence[int],
     draw: bool,
     first: int,
-) -> list[tuple[int, int]]:
-    """Children of a node as (token, index of the distribution that it was sampled from; -1: not sampled).
+) -> list[tuple[int, int, int]]:
+    """Children of a node as (place among them, token, index of the distribution that it was sampled from; -1: not
+    sampled). `drafters`: whose the children are, one after another; a token of an earlier one is left out of the later
+    ones' distributions, so that siblings without replacement are distinct whoever drafted them.
 
     The `i`-th sample uses random number `first + i`: no two samples of a level share one, so that parallel chains are
     independent. At temperature 0 children are the most probable tokens.
@@ -219,21 +226,33 @@ def _child_tokens(
     Raises:
         NoTokenError: the distribution is empty.
     """
-    if not draw or distributions.sampling_params(row).temperature == 0:
+    if not draw or drafters[0].sampling_params(row).temperature == 0:
         if tuple(ranks) == (0,):
             coupled = builder.context.coupled and not draw
-            return [((distributions.sample if coupled else distributions.argmax)(row, node), -1)]
-        confidence = distributions.confidence(row, node)
-        best = confidence.topk(min(max(ranks) + 1, len(confidence)))
-        likely, tokens = (best.values > 0).tolist(), best.indices.tolist()
-        return [(tokens[r], -1) for r in ranks if r < len(tokens) and likely[r]]
-    q = distributions.probabilities(row, node)
-    q_index, remaining, out = builder.add_distribution(row, q), q, list[tuple[int, int]]()
-    for i in range(len(ranks)):
-        if i and builder.tree.distinct[row]:
-            remaining = remaining.clone()
-            remaining[out[-1][0]] = 0
-            if not remaining.sum() > 0:
-                break
-        out.append((sample_from(remaining, distributions.uniform(row, node, Stream.DRAFT, first + i)), q_index))
+            return [(0, (drafters[0].sample if coupled else drafters[0].argmax)(row, node), -1)]
+        ranked = _rank_tokens(drafters, row, node)
+        return [(i, token, -1) for i, r in enumerate(ranks) if (token := ranked[r]) is not None]
+    known, out = dict[int, tuple[torch.Tensor, int]](), list[tuple[int, int, int]]()
+    for i, drafter in enumerate(drafters[: len(ranks)]):
+        if id(drafter) not in known:
+            q = drafter.probabilities(row, node)
+            known[id(drafter)] = q, builder.add_distribution(row, q)
+        q, q_index = known[id(drafter)]
+        if out and builder.tree.distinct[row]:
+            q = q.index_fill(0, torch.tensor([token for _, token, _ in out]), 0)
+            if not q.sum() > 0:
+                continue
+        out.append((i, sample_from(q, drafter.uniform(row, node, Stream.DRAFT, first + i)), q_index))
+    return out
+
+
+def _rank_tokens(drafters: Sequence[ProcessedDistributions], row: int, node: int) -> list[int | None]:
+    """The most probable token of each drafter after a node that no earlier one has; None: it has none."""
+    best, out = dict[int, list[int]](), list[int | None]()
+    for drafter in drafters:
+        if id(drafter) not in best:
+            confidence = drafter.confidence(row, node)
+            top = confidence.topk(min(len(drafters), len(confidence)))
+            best[id(drafter)] = top.indices[top.values > 0].tolist()
+        out.append(next((token for token in best[id(drafter)] if token not in out), None))
     return out

@@ -1,10 +1,12 @@
-"""A tree with a fixed number of children per depth: the expansion configurations of SpecInfer."""
+"""A tree with a fixed number of children per depth: the expansion and merge of SpecInfer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretell.core.context import Context
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
+from foretell.draft.union import DrafterUnion
 from foretell.shape.base import Shape, TreeBuilder, expand_level
 
 
@@ -34,9 +36,36 @@ class BranchingTree(Shape[Predictor]):
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """The full tree for each request."""
-        builder = TreeBuilder(context, self.distinct)
+        return self.grow_merged((draft,), context)
+
+    def grow_merged(self, drafters: Sequence[Predictor], context: Context) -> TokenTree:
+        """The full tree for each request from several drafters, which take turns at the children of every node: its own
+        drafter first.
+        """
+        builder, turns = TreeBuilder(context, self.distinct), [0]
         for width in self.widths:
             if not builder.grows:
                 break
-            expand_level(builder, builder.expand(draft), [range(width)] * builder.frontier.shape[1], self.draw)
+            distributions = [builder.expand(d) for d in drafters]
+            expand_level(builder, distributions, [range(width)] * len(turns), self.draw, turns=turns)
+            turns = [turn + i for turn in turns for i in range(width)]
         return builder.build()
+
+
+@dataclass(frozen=True)
+class MergedTree(Shape[DrafterUnion]):
+    """The trees of several drafters, merged: every node has children of all of them, the first one its own drafter's.
+
+    Siblings are sampled without replacement from the drafters' distributions in turn, so no token is verified twice and
+    each has a distribution of its own, as `Rejection` needs. With one drafter it is `tree`.
+    """
+
+    label = "tree with fixed branching"
+
+    tree: BranchingTree
+
+    drafter_type = DrafterUnion
+
+    def grow(self, draft: DrafterUnion, context: Context) -> TokenTree:
+        """The full tree for each request."""
+        return self.tree.grow_merged(draft.drafters, context)

@@ -66,7 +66,7 @@ class Chain(Shape[Predictor]):
                 if distributions.is_known(row, parents[row])
                 and _is_confident(distributions, row, parents[row], self.fallback)
             ]
-            expand_level(builder, distributions, [(0,)], self.draw, active)
+            expand_level(builder, [distributions], [(0,)], self.draw, active)
             node = builder.tree.nodes - 1
             active = [
                 row

@@ -55,7 +55,7 @@ class FixedTree(Shape[Predictor]):
             if not builder.grows:
                 break
             if self.draw:
-                expand_level(builder, builder.expand(draft), ranks, draw=True)
+                expand_level(builder, [builder.expand(draft)], ranks, draw=True)
             else:
                 add_top_ranks(builder, builder.top_tokens(draft, 1 + max(map(max, ranks))), ranks)
         return builder.build()

@@ -56,7 +56,13 @@ class SpecInferOptions(TreeRejectionOptions):
     """A tree with fixed branching."""
 
     num_draft_tokens: Annotated[
-        int, option("Most nodes of the tree, whose levels branch by 2, 2, 1, 1 and so on.", *NODES, ge=1, le=256)
+        int,
+        option(
+            "Most nodes of the tree, whose levels branch by 2 (or one per draft model), 2, 1, 1 and so on.",
+            *NODES,
+            ge=1,
+            le=256,
+        ),
     ] = 10
 
 

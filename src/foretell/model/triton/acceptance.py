@@ -13,12 +13,11 @@ BLOCK, WARPS = 2048, 16
 
 
 @triton.jit
-def _remaining(q, draft, source, before, row, token, inside, distinct, vocab):
-    """Numbers of the row of a drafter's distribution, less the first `before` drafts that were drawn from it."""
+def _remaining(q, draft, before, row, token, inside, vocab):
+    """Numbers of the row of a drafter's distribution, less the first `before` drafts."""
     x = tl.load(q + row * vocab + token, mask=inside, other=0).to(tl.float64)
     for s in range(before):
-        gone = distinct & (tl.load(source + s) == row)
-        x = tl.where((token == tl.load(draft + s)) & gone, 0.0, x)
+        x = tl.where(token == tl.load(draft + s), 0.0, x)
     return x
 
 
@@ -48,17 +47,15 @@ def reject_kernel(
     trial, passed = drafted * 0, drafted * 0 - 1
     while (trial < drafted) & (passed < 0):
         row, token = tl.load(source + trial).to(tl.int64), tl.load(draft + trial)
-        removed, norm = trial * 0, total * 0 + 1
-        for s in range(trial):
-            removed += (without & (tl.load(source + s) == row)).to(removed.dtype)
+        removed, norm = tl.where(without, trial, 0), total * 0 + 1
         if removed > 0:
             parts = tl.zeros([BLOCK], tl.float64)
             for first in range(0, vocab, BLOCK):
                 at = first + offset
-                parts += _remaining(q, draft, source, trial, row, at, at < vocab, without, vocab)
+                parts += _remaining(q, draft, removed, row, at, at < vocab, vocab)
             norm = tl.sum(parts)
             norm = tl.where(norm > 0, norm, 1.0)
-        drafters = _remaining(q, draft, source, trial, row, token, token < vocab, without, vocab) / norm
+        drafters = _remaining(q, draft, removed, row, token, token < vocab, vocab) / norm
         targets = tl.load(p + token)
         tl.store(chance + 2 * (i * most + trial), drafters)
         tl.store(chance + 2 * (i * most + trial) + 1, targets)
@@ -68,14 +65,14 @@ def reject_kernel(
             parts = tl.zeros([BLOCK], tl.float64)
             for first in range(0, vocab, BLOCK):
                 at = first + offset
-                x = _remaining(q, draft, source, trial, row, at, at < vocab, without, vocab) / norm
+                x = _remaining(q, draft, removed, row, at, at < vocab, vocab) / norm
                 parts += tl.maximum(tl.load(p + at, mask=at < vocab, other=0) - x, 0.0)
             rest = tl.sum(parts)
             tl.debug_barrier()
             if rest > 0:
                 for first in range(0, vocab, BLOCK):
                     at = first + offset
-                    x = _remaining(q, draft, source, trial, row, at, at < vocab, without, vocab) / norm
+                    x = _remaining(q, draft, removed, row, at, at < vocab, vocab) / norm
                     x = tl.maximum(tl.load(p + at, mask=at < vocab, other=0) - x, 0.0) / rest
                     tl.store(p + at, x, mask=at < vocab)
             tl.debug_barrier()
