@@ -231,6 +231,19 @@ def test_a_drafter_that_another_one_outdoes_in_a_step_is_asked_in_the_next(chanc
     assert not budget.statistics.switched_off
 
 
+def test_a_new_drafter_that_had_nothing_to_offer_is_asked_again() -> None:
+    """Retrieval knows no text in its first steps."""
+    bound = BoundMethod(Method(Oracle([]), Trie(4), Match()))
+    budget = Budget(PassTimes({1: 1.0, 128: 1.1}))
+    source = budget._source(bound, 0)
+    for _ in range(FIRST_STEPS):
+        budget.begin(_load([1.0]))
+        assert budget.plan(bound, 0, [0]) is not None
+        source.count(0)
+        source.acceptance(False).count_offer([], 9)
+        source.acceptance(False).count([], [], 9)
+
+
 @pytest.mark.parametrize(
     ("share", "forced", "first"),
     [(0.02, 0, 16), (0.02, 4, 64), (0.4, 0, 160), (0.4, 4, 160)],

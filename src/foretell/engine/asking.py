@@ -81,7 +81,8 @@ class Asking:
             best = self._best_cut(source, asked, before)
         pays = best.rate >= before.rate * (OFF if trials.on else ON)
         if is_new:
-            asked = asked[:TRIAL_REQUESTS]
+            # Its first step may offer nothing: retrieval knows no text yet.
+            asked = (asked or which)[:TRIAL_REQUESTS]
         on = bool(asked) and (is_new or pays)
         if not on and before.nodes:
             return COST  # in this step alone: the next one may be offered less before
