@@ -26,7 +26,6 @@ from foretell.model.run.runner import (
     RunsLayers,
     SamplesTokens,
 )
-from foretell.utils.inference import in_inference_mode
 
 
 class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, SamplesTokens, DraftsInCache, GrowsTrees):
@@ -145,7 +144,6 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, SamplesTokens, DraftsI
         self.network.grow_dynamic_trees(output.hidden_states[0][torch.from_numpy(roots)], trees, self.cache)
         return trees
 
-    @in_inference_mode
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree as the row's next tokens."""
         self._forget_begun(row)
