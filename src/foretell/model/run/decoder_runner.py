@@ -53,7 +53,10 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, SamplesTokens, DraftsI
         """Run nodes of a tree; see `Runner.forward`."""
         sampling, self._sampling = self._sampling, ()
         active = tree.active if active is None else active
-        self._reserve_active(rows, active)
+        if tree.is_decode:
+            self._reserve(rows, tree.nodes)
+        else:
+            self._reserve_active(rows, active)
         length = [self._length[row] for row in rows]
         self.cache.begin(rows, length, tree.prefix_length.tolist(), tree.nodes)
         begun, self._begun = self._begun, []
