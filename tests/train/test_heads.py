@@ -17,7 +17,7 @@ from foretell.engine.request import Request
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.run.decoder_runner import DecoderRunner
-from foretell.shape import FixedTree, PathCounts
+from foretell.shape import FixedTree
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.heads import HeadsNetwork
@@ -35,6 +35,7 @@ from foretell.train.objective.heads import (
 from foretell.train.recipe import RECIPES
 from foretell.train.recipe.base import RecipeSetup
 from foretell.train.recipe.heads import HeadsRecipe
+from foretell.train.recipe.path_counts import PathCounts
 from helpers import random_tokens
 
 WIDE = replace(TINY, vocab=29, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96)

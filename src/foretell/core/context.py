@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from foretell.core.draft_origins import DraftOrigins
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.core.token_rules import TokenRules
-from foretell.core.tree import TokenTree
+from foretell.core.tree import TokenTree, TreeBounds
 
 T = TypeVar("T")
 
@@ -100,14 +100,16 @@ class Context:
         """The last token of every sequence: the roots of the drafts."""
         return [t.last_token for t in self.sequences]
 
-    def limited(self, max_depth: Int[np.ndarray, " b"], coupled: bool) -> "Context":
-        """The same requests with other greatest depths, for an acceptor that is `coupled` or not; no drafts lie deeper
-        than their greatest number allows.
+    def limited(self, depths: Sequence[int], coupled: bool, least: TreeBounds = (0.0, 0.0)) -> "Context":
+        """The same requests with other greatest depths and least scores, for an acceptor that is `coupled` or not; no
+        drafts lie deeper than their greatest number allows.
         """
         if self.max_drafts:
-            pairs = zip(max_depth.tolist(), self.max_drafts, strict=True)
-            max_depth = np.array([depth if most is None else min(depth, most) for depth, most in pairs], np.int64)
-        return replace(self, max_depth=max_depth, coupled=coupled)
+            pairs = zip(depths, self.max_drafts, strict=True)
+            depths = [depth if most is None else min(depth, most) for depth, most in pairs]
+        score, expanded = least
+        depth = np.array(depths, np.int64)
+        return replace(self, max_depth=depth, coupled=coupled, least_score=score, least_expanded=expanded)
 
     def select(self, indices: Sequence[int]) -> "Context":
         """The context of these requests only, in this order."""

@@ -141,11 +141,26 @@ class TokenTree:
         """Trees whose rows are the requests `which`, among all requests with these roots; the others get theirs alone,
         with a score of 1.
         """
-        others = sorted(set(range(len(roots))) - set(which))
-        if not others:
-            return self if sorted(which) == list(which) else self.select(np.argsort(which))
-        alone = replace(root_tree([roots[i] for i in others]), score=np.ones((len(others), 1)))
-        return concatenate_trees([self, alone]).select(np.argsort([*which, *others]))
+        rows, b = list(which), len(roots)
+        if rows == list(range(b)):
+            return self
+        sampled = self.probe is not _unsampled(self.rows, self.nodes)[0]
+        size, names = (b, self.nodes), ["token", "parent", "valid"]
+        if sampled:
+            whole, names = _empty_trees(*size), [*names, "probe", "q_index", "distinct"]
+        else:
+            whole = _unsampled_trees(np.zeros(size, np.int64), np.full(size, -1), np.zeros(size, bool))
+        whole.token[:, 0], whole.valid[:, 0] = roots, True
+        for name in names:
+            getattr(whole, name)[rows] = getattr(self, name)
+        q, score = self.q, None
+        if q is not None:
+            q = q.new_zeros(b, *q.shape[1:])
+            q[rows] = self.q
+        if self.score is not None:
+            score = np.zeros(size)
+            score[:, 0], score[rows] = 1, self.score
+        return replace(whole, q=q, score=score)
 
     def limit_depth(self, max_depth: Int[np.ndarray, " b"]) -> "TokenTree":
         """The tree without drafts deeper than `max_depth[i]` below the root of row `i`."""
@@ -340,18 +355,12 @@ def tree_from_scores(
     """Trees of a root and the first `count` nodes after it, which were not sampled, for the requests `which`; the
     others get the root alone. The token of a root is set here; the arrays are kept and changed.
     """
-    counts, b = count.tolist(), len(roots)
+    counts = count.tolist()
     n = max(counts) + 1
     token, parent, score = token[:, :n], parent[:, :n], score[:, :n]
-    if len(which) < b:
-        places = np.array(which)
-        all_parts = np.zeros((b, n), np.int64), np.full((b, n), -1, np.int64), np.zeros((b, n)), np.zeros(b, np.int64)
-        for whole, part in zip(all_parts, (token, parent, score, count), strict=True):
-            whole[places] = part
-        token, parent, score, count = all_parts
-    token[:, 0], score[:, 0] = roots, 1
-    full = len(which) == b and min(counts) == n - 1
-    return _unsampled_trees(token, parent, None if full else np.arange(n) <= count[:, None], score)
+    token[:, 0], score[:, 0] = [roots[i] for i in which], 1
+    valid = None if min(counts) == n - 1 else np.arange(n) <= count[:, None]
+    return _unsampled_trees(token, parent, valid, score).spread(roots, which)
 
 
 def merge_trees(first: TokenTree, second: TokenTree) -> TokenTree:

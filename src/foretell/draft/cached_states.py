@@ -223,10 +223,11 @@ class CachedStatesPredictor(Predictor):
         """The numbers of pending positions of some rows, all of which the drafts of a step read; many are read at
         once.
         """
-        if sum(map(self._pending_count, rows)) > self._max_pending:
+        counts = {row: self._pending_count(row) for row in rows}
+        if sum(counts.values()) > self._max_pending:
             texts = dict(zip(context.rows, context.sequences, strict=True))
             self._catch_up({row: texts[row] for row in rows})
-        counts = {row: self._pending_count(row) for row in rows}
+            counts = {row: self._pending_count(row) for row in rows}
         self._read_by_drafts.put(context, counts)
         return list(counts.values())
 
@@ -234,10 +235,13 @@ class CachedStatesPredictor(Predictor):
         self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]
     ) -> tuple[Int[np.ndarray, " t"], TargetStates]:
         """The tokens and the target's states of the next positions of some rows."""
-        first = [self._prefixes[row].start + self._prefixes[row].length for row in rows]
-        token = [t.tokens[f + 1 : f + 1 + n] for t, f, n in zip(texts, first, counts, strict=True)]
-        states = concatenate_states([self._prefixes[row].next(count) for row, count in zip(rows, counts, strict=True)])
-        return token[0] if len(token) == 1 else np.concatenate(token), states
+        tokens, parts = list[Tokens](), list[TargetStates]()
+        for row, text, count in zip(rows, texts, counts, strict=True):
+            known = self._prefixes[row]
+            first = known.start + known.length + 1
+            tokens.append(text.tokens[first : first + count])
+            parts += known.next(count)
+        return tokens[0] if len(tokens) == 1 else np.concatenate(tokens), concatenate_states(parts)
 
     def _grow(self, context: Context, sizes: TreeSizes, bounds: TreeBounds, slots: int) -> TokenTree | None:
         """Dynamic trees in one call of the CPU kernels; None: nothing is drafted. `slots`: further ones that the drafts

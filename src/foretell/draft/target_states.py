@@ -75,17 +75,13 @@ class PrefixState:
 
     def truncate(self, end: int) -> None:
         """Drop the positions from `end` on, which is not before the first one."""
-        self.pending = self._first(max(0, end - self.start - self.length))
+        self.pending = self.next(max(0, end - self.start - self.length))
         self.length = min(self.length, end - self.start)
-
-    def next(self, count: int) -> TargetStates:
-        """The states of the next `count` positions to be read, one or more."""
-        return concatenate_states(self._first(count))
 
     def count_as_read(self, count: int) -> None:
         """Forget the states of the next `count` positions, which the layer has read."""
         left = self.pending[:]
-        for part in self._first(count):
+        for part in self.next(count):
             rest = left.pop(0).place[len(part.place) :]
             if len(rest):
                 left.insert(0, TargetStates(part.hidden_states, rest))
@@ -96,8 +92,8 @@ class PrefixState:
         """Copy the pending states, so that the passes that they are rows of can be forgotten."""
         self.pending = [copy_states(self.pending)]
 
-    def _first(self, count: int) -> list[TargetStates]:
-        """The first `count` pending positions."""
+    def next(self, count: int) -> list[TargetStates]:
+        """The states of the next `count` positions to be read."""
         parts = list[TargetStates]()
         for hidden_states, place in self.pending:
             if count > 0:
@@ -122,7 +118,7 @@ class ObservedStep(NamedTuple):
     @property
     def positions(self) -> int:
         """Number of positions whose states it holds."""
-        return len(self.hidden_states[0])
+        return int(self.hidden_states[0].shape[0])
 
     @staticmethod
     def of(step: StepResult, window: int | None = None) -> "ObservedStep":

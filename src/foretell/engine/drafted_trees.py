@@ -32,9 +32,8 @@ class DraftedTrees:
 
     def chances(self) -> list[list[float]]:
         """Probability of acceptance of every node."""
-        score, predicted = self.tree.score, self.predicted
-        parts = [np.zeros(self.tree.token.shape), *(p for p in (score, predicted) if p is not None)]
-        out: list[list[float]] = np.maximum.reduce(parts).tolist()
+        known = [p for p in (self.tree.score, self.predicted) if p is not None]
+        out: list[list[float]] = (known[0] if len(known) == 1 else np.maximum(*known)).tolist()
         return out
 
     def add_predicted(self, continuations: Sequence[Continuation]) -> None:

@@ -155,7 +155,7 @@ class Engine:
         bound = self._methods.setdefault(id(method), BoundMethod(method))
         changed = bound.bind()
         if changed or is_new:
-            method.attach(self.runner)
+            method.draft.attach(self.runner)
         if changed:
             for row in self._scheduler.rows.free:
                 bound.release(row)

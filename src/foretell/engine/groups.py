@@ -103,19 +103,13 @@ class MethodGroups:
 
     def _grow(self, context: Context, ready: Sequence[bool]) -> list[DraftedTrees]:
         """The drafts of all requests that are `ready`: those of each method, and roots where none is asked."""
-        parts = list[DraftedTrees]()
-        for group in self.groups:
-            which = [i for i in group.indices if ready[i]]
-            if which:
-                parts += self._parts_of(group, which, context)
-        return parts
+        asked = ((group, [i for i in group.indices if ready[i]]) for group in self.groups)
+        return [self._part_of(group, which, context) for group, which in asked if which]
 
-    def _parts_of(self, group: MethodGroup, which: list[int], context: Context) -> list[DraftedTrees]:
+    def _part_of(self, group: MethodGroup, which: list[int], context: Context) -> DraftedTrees:
         if isinstance(group.method.draft, NoDrafter):
-            return [self._roots(group, which, context.select(which))]
-        if self._budget.governs(group.bound):
-            return self._drafts(group, which, context)
-        return [self._in_full(group, which, context)]
+            return self._roots(group, which, context.select(which))
+        return (self._drafts if self._budget.governs(group.bound) else self._in_full)(group, which, context)
 
     def _roots(self, group: MethodGroup, indices: list[int], context: Context) -> DraftedTrees:
         """Roots, and the tokens that constraints force."""
@@ -130,7 +124,7 @@ class MethodGroups:
         group.drafts = True
         return DraftedTrees(group.bound, indices, self._tried(group, partial(group.method.grow, part)))
 
-    def _drafts(self, group: MethodGroup, indices: list[int], context: Context) -> list[DraftedTrees]:
+    def _drafts(self, group: MethodGroup, indices: list[int], context: Context) -> DraftedTrees:
         """What the budget asks the drafters of a method for."""
         offers = list[tuple[list[int], TokenTree]]()
         for number in range(len(group.method.sources)):
@@ -138,37 +132,31 @@ class MethodGroups:
             plan = self._budget.plan(group.bound, number, indices, unread)
             if plan is not None:
                 offers += self._tried(group, partial(self._offer, group, number, plan, context))
-        asked = [i for i in indices if any(i in which for which, _ in offers)]
-        roots, parts = [i for i in indices if i not in asked], list[DraftedTrees]()
-        if roots:
-            parts.append(self._roots(group, roots, context.select(roots)))
-        if asked:
-            group.drafts = True
-            part = context.select(asked)
-            place, tree = {i: n for n, i in enumerate(asked)}, None
-            for which, offered in offers:
-                whole = offered.spread(part.last_tokens, [place[i] for i in which])
-                tree = whole if tree is None else merge_trees(whole, tree)
-            assert tree is not None
-            parts.append(DraftedTrees(group.bound, asked, group.method.finish(tree, part), removable=True))
-        return parts
+        part = context.select(indices)
+        if not offers:
+            return self._roots(group, indices, part)
+        group.drafts, tree, place = True, None, {i: n for n, i in enumerate(indices)}
+        for which, offered in offers:
+            whole = offered.spread(part.last_tokens, [place[i] for i in which])
+            tree = whole if tree is None else merge_trees(whole, tree)
+        assert tree is not None
+        return DraftedTrees(group.bound, indices, group.method.finish(tree, part), removable=True)
 
     def _offer(
         self, group: MethodGroup, number: int, plan: Plan, context: Context
     ) -> list[tuple[list[int], TokenTree]]:
         """The trees of one drafter, and the requests that it drafts for."""
         source = drafter, _ = group.method.sources[number]
-        part = context.select(plan.asked)
-        depths = np.minimum(drafter.max_depths(part), self._budget.depths(group.bound, plan.asked))
-        depths = np.minimum(depths, plan.deepest)
-        able = np.flatnonzero(depths).tolist()
-        if not able:
+        most = drafter.max_depths(context.select(plan.asked)).tolist()
+        pairs = zip(plan.asked, most, self._budget.depths(group.bound, plan.asked), strict=True)
+        depths = {i: min(*depths, plan.deepest) for i, *depths in pairs if min(depths) > 0}
+        if not depths:
             return []
-        limits = replace(part, max_depth=depths, least_score=plan.least_score, least_expanded=plan.least_expanded)
-        which, limits = [plan.asked[n] for n in able], limits.select(able)
-        tree = group.method.draft_from(source, limits)
+        which, part = list(depths), context.select(list(depths))
+        least = plan.least_score, plan.least_expanded
+        tree = group.method.draft_from(source, part, list(depths.values()), least)
         if number and context.origins is not None:
-            context.origins.record_tree(limits.rows, tree, drafter.origin)
+            context.origins.record_tree(part.rows, tree, drafter.origin)
         return [(which, self._budget.offer(group.bound, number, which, tree))]
 
     def _tried(self, group: MethodGroup, call: Callable[[], T]) -> T:

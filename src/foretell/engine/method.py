@@ -1,17 +1,15 @@
 """A decoding method: a drafter, a shape that arranges its tokens into a tree, and an acceptor."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
-
-import numpy as np
 
 from foretell.accept.base import Acceptor
 from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import BindingEngine
-from foretell.core.tree import TokenTree
+from foretell.core.tree import TokenTree, TreeBounds
 from foretell.draft.base import Drafter, Predictor, Retriever
 from foretell.engine.drafter_check import DrafterCheck
-from foretell.model.run.runner import Runner
 from foretell.shape.base import Shape, Source
 from foretell.shape.constrained import TreeLimits, fit_to_rules
 
@@ -83,11 +81,10 @@ class Method(Generic[D]):
         """Drafts for the requests of `context`, no deeper than their maximum depth and the drafter's, and at most as
         many as they allow.
         """
-        depths = self.draft.max_depths(context)
+        depths = self.draft.max_depths(context).tolist()
         if self.check is not None and self.check.stops(context, self.accept.same_seed):
-            depths = np.zeros_like(depths)
-        limited = replace(context, max_depth=depths)
-        return self.finish(self.draft_from((self.draft, self.tree), limited), context)
+            depths = [0] * len(depths)
+        return self.finish(self.draft_from((self.draft, self.tree), context, depths), context)
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -98,10 +95,12 @@ class Method(Generic[D]):
         """The check of the drafter of this number: of several, the last one is the model."""
         return self.check if number == len(self.sources) - 1 else None
 
-    def draft_from(self, source: Source, context: Context) -> TokenTree:
-        """What one of its drafters offers, within the greatest depths of `context`."""
+    def draft_from(
+        self, source: Source, context: Context, depths: Sequence[int], least: TreeBounds = (0.0, 0.0)
+    ) -> TokenTree:
+        """What one of its drafters offers, within these depths; `least`: least scores, see `Context`."""
         drafter, shape = source
-        limited = context.limited(context.max_depth, self.accept.same_seed)
+        limited = context.limited(depths, self.accept.same_seed, least)
         return shape.grow(drafter, limited).limit_depth(limited.max_depth)
 
     def finish(self, tree: TokenTree, context: Context) -> TokenTree:
@@ -125,25 +124,18 @@ class Method(Generic[D]):
     def release(self, row: int) -> None:
         """Forget a row whose request is over."""
         self.draft.release(row)
-        self.tree.release(row)
 
     def rewind(self, row: int, length: int) -> int:
         """Prepare a row for a request that begins with the first `length` tokens of its last one; see
         `Drafter.rewind`.
         """
-        self.tree.release(row)
         return self.draft.rewind(row, length)
 
     def copy_row(self, source: int, target: int, length: int) -> int:
         """Prepare row `target` for a request that begins with the first `length` tokens of that of row `source`; see
         `Drafter.copy_row`.
         """
-        self.tree.release(target)
         return self.draft.copy_row(source, target, length)
-
-    def attach(self, runner: Runner) -> None:
-        """Tell the drafter which runner runs the target."""
-        self.draft.attach(runner)
 
     def bind(self, engine: BindingEngine) -> bool:
         """Bind drafter and shape to `engine`; whether one was bound to another before. See `EngineBound.bind`."""

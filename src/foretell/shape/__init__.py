@@ -10,7 +10,6 @@ from foretell.shape.fixed_tree import FixedTree
 from foretell.shape.hybrid_tree import HybridTree
 from foretell.shape.llmcad import LLMCadTree
 from foretell.shape.optimal_tree import optimal_tree
-from foretell.shape.path_counts import PathCounts
 from foretell.shape.trie import Trie
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "HybridTree",
     "LLMCadTree",
     "MergedTree",
-    "PathCounts",
     "RootOnly",
     "Shape",
     "TreeBuilder",

@@ -37,11 +37,7 @@ class Shape(ABC, Generic[D]):
         """One tree per request with a prefix of 1."""
 
     def observe(self, step: StepResult) -> None:
-        """Update state after every pass of the target."""
-        return
-
-    def release(self, row: int) -> None:
-        """Forget a row: its request is over."""
+        """Update state after every pass of the target; what belongs to a request is kept by its sequence."""
         return
 
     def sources(self, draft: D) -> "tuple[Source, ...]":

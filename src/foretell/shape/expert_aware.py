@@ -114,7 +114,3 @@ class ExpertAwareTree(EngineBound, Shape[Predictor]):
         if whole.tree.is_decode:
             self._tokens = _DECAY * self._tokens + sum(map(len, whole.new_tokens))
             self._weights = _DECAY * self._weights + self.sizes.weights(sum(whole.output.experts))
-
-    def release(self, row: int) -> None:
-        """Forget a row."""
-        self._inner.release(row)

@@ -52,10 +52,6 @@ class HybridTree(EngineBound, Shape[HybridDrafter]):
         """Update the model's shape."""
         self.model_shape.observe(step)
 
-    def release(self, row: int) -> None:
-        """Forget a row."""
-        self.model_shape.release(row)
-
     def bind(self, engine: BindingEngine) -> bool:
         """Bind the model's shape, too."""
         return any([super().bind(engine), self.model_shape.bind(engine)])

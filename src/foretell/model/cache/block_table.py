@@ -75,6 +75,12 @@ class BlockTable:
         """Tokens that a row has room for."""
         return self._held[row] * BLOCK_SLOTS if row < len(self._held) else 0
 
+    def cover(self, rows: Sequence[int], slots: Sequence[int]) -> bool:
+        """Whether every one of these rows has room for so many tokens."""
+        held = self._held
+        pairs = zip(rows, slots, strict=True)
+        return all(row < len(held) and count <= held[row] * BLOCK_SLOTS for row, count in pairs)
+
     def missing(self, rows: Sequence[int], slots: Sequence[int]) -> int:
         """Number of blocks to allocate so that every one of these rows has room for so many tokens."""
         return sum(max(0, blocks_for(n - self.slots(row))) for row, n in zip(rows, slots, strict=True))

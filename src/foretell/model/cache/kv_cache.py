@@ -89,7 +89,7 @@ class KVCache(Cache):
 
     def reserve(self, rows: Sequence[int], slots: Sequence[int]) -> None:
         """Give each of these rows room for so many tokens; see `Cache.reserve`."""
-        if not all(self.blocks.slots(row) >= count for row, count in zip(rows, slots, strict=True)):
+        if not self.blocks.cover(rows, slots):
             self.blocks.check_free(self.blocks.missing(rows, slots))
             for row, count in zip(rows, slots, strict=True):
                 self.blocks.extend(row, count)
@@ -208,7 +208,7 @@ class KVCache(Cache):
 
     def keep(self, row: int, length: int, path: Sequence[int]) -> None:
         """Keep these nodes of the row's last tree, node `j` in slot `length + j`, as the tokens after `length`."""
-        if any(i != node for i, node in enumerate(path)):
+        if list(path) != list(range(len(path))):
             self.move(row, [length + node for node in path], length)
         if self.packed is not None:
             done = self.packed.keep(row, length + len(path))

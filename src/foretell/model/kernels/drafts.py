@@ -96,8 +96,9 @@ class _NativeDrafts:
 
     def _sources(self, states: Sequence[Tensor], wanted: int, *places: int) -> "Array[c_void_p]":
         """Pointers to the states of the recorded layers."""
+        rows = states[0].shape[0]
         for state in states:
-            check_tensor(state, torch.float32, "states", len(states[0]), self._stack.config.hidden)
+            check_tensor(state, torch.float32, "states", rows, self._stack.config.hidden)
         if len(states) != self._state_count or any(count != wanted for count in places):
             raise ValueError(
                 f"{self._state_count} states at {wanted} places are read, found {len(states)} at {places[0]}"
@@ -225,7 +226,7 @@ class NativeEagle(_NativeDrafts):
         work, at = numbers.zeros(2 * t + len(count))
         work[:t], work[t : 2 * t], work[2 * t :] = token, place, count
         read = structures.StatesRead(
-            states=addressof(sources), state_rows=len(states[0]), token=at, place=at + 8 * t, count=at + 16 * t
+            states=addressof(sources), state_rows=states[0].shape[0], token=at, place=at + 8 * t, count=at + 16 * t
         )
         layers = stack.model, stack.layers, len(stack.layers), self._input
         grown = trees.struct, stack.cache_struct(cache), torch.get_num_threads()

@@ -1,5 +1,6 @@
 """The token embedding of a decoder on the CPU kernels."""
 
+from ctypes import addressof, c_char
 from functools import cached_property
 
 import numpy as np
@@ -23,19 +24,19 @@ class NativeEmbedding:
         self, source: StoredMatrix | NativeLinear, dtype: torch.dtype, scale: float, mapped: bool = False
     ) -> None:
         self.source, self.mapped, self._dtype, self._scale = source, mapped, dtype, scale
-        self._kernels = build.library()
+        self._kernels, self._outputs = build.library(), source.outputs
 
     def __call__(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32."""
         x = self._rows(token).float()
         return x if self._scale == 1 else x * self._scale
 
-    def write(self, token: Int[np.ndarray, " t"], out: Float[torch.Tensor, "t d"]) -> None:
+    def write(self, token: Int[np.ndarray, " t"], out: Float[np.ndarray, "t d"]) -> None:
         """Write the input of the first block to `out`, float32."""
         if isinstance(self.source, StoredMatrix) and self.source.quantized:
-            self._widen(self.source, token, out)
+            self._widen(self.source, token.tolist(), addressof(c_char.from_buffer(out)))
         else:
-            out.copy_(self._rows(torch.from_numpy(token)))
+            out[...] = self._rows(torch.from_numpy(token)).float().numpy()
         if self._scale != 1:
             out *= self._scale
 
@@ -46,15 +47,14 @@ class NativeEmbedding:
         if not source.quantized:
             return source.rows(token).widen().to(self._dtype)
         out = torch.empty(len(token), source.inputs)
-        self._widen(source, token.numpy(), out)
+        self._widen(source, token.tolist(), out.data_ptr())
         return out
 
-    def _widen(self, source: StoredMatrix, token: Int[np.ndarray, " t"], out: Float[torch.Tensor, "t d"]) -> None:
-        """Write rows of a quantised matrix, rounded."""
-        tokens = token.tolist()
-        if tokens and not 0 <= min(tokens) <= max(tokens) < source.outputs:
-            raise IndexError(f"tokens must lie in 0 .. {source.outputs - 1}, found {tokens}")
-        widen_quantized_rows(source, tokens, self._kernels, out, rounded=self._dtype == torch.bfloat16)
+    def _widen(self, source: StoredMatrix, tokens: list[int], address: int) -> None:
+        """Write rows of a quantised matrix, rounded, to an address."""
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._outputs:
+            raise IndexError(f"tokens must lie in 0 .. {self._outputs - 1}, found {tokens}")
+        widen_quantized_rows(source, tokens, self._kernels, address, rounded=self._dtype == torch.bfloat16)
 
     @cached_property
     def _table(self) -> tuple[torch.Tensor, structures.Embedding]:

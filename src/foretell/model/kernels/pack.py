@@ -223,7 +223,7 @@ def widen_rows(
     if not matrix.quantized:
         return matrix.rows(torch.from_numpy(rows)).widen().float().contiguous()
     out = torch.empty(len(rows), matrix.inputs)
-    widen_quantized_rows(matrix, rows.tolist(), kernels, out)
+    widen_quantized_rows(matrix, rows.tolist(), kernels, out.data_ptr())
     return out
 
 
@@ -231,13 +231,13 @@ def widen_quantized_rows(
     matrix: StoredMatrix,
     rows: Sequence[int],
     kernels: ctypes.CDLL,
-    out: Float[torch.Tensor, "n inputs"],
+    address: int,
     rounded: bool = False,
 ) -> None:
-    """Write rows of a quantised matrix to `out`, contiguous float32; rounded: to the nearest bfloat16 numbers."""
-    data, places, count = matrix.data, (ctypes.c_int64 * len(rows))(*rows), len(rows)
-    kind, address = PANEL_KINDS.index(matrix.kind), data.data_ptr()
-    kernels.foretell_widen_rows(kind, address, data.stride(0), places, count, matrix.inputs, rounded, out.data_ptr())
+    """Write rows of a quantised matrix to an address, as float32; rounded: to the nearest bfloat16 numbers."""
+    data, places = matrix.data, (ctypes.c_int64 * len(rows))(*rows)
+    kind, stride = PANEL_KINDS.index(matrix.kind), data.stride(0)
+    kernels.foretell_widen_rows(kind, data.data_ptr(), stride, places, len(rows), matrix.inputs, rounded, address)
 
 
 def pad_bias(vector: Tensor) -> Tensor:

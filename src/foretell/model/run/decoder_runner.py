@@ -26,7 +26,6 @@ from foretell.model.run.runner import (
     RunsLayers,
     SamplesTokens,
 )
-from foretell.utils.inference import in_inference_mode
 
 
 class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, SamplesTokens, DraftsInCache, GrowsTrees):
@@ -54,7 +53,10 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, SamplesTokens, DraftsI
         """Run nodes of a tree; see `Runner.forward`."""
         sampling, self._sampling = self._sampling, ()
         active = tree.active if active is None else active
-        self._reserve_active(rows, active)
+        if tree.is_decode:
+            self._reserve(rows, tree.nodes)
+        else:
+            self._reserve_active(rows, active)
         length = [self._length[row] for row in rows]
         self.cache.begin(rows, length, tree.prefix_length.tolist(), tree.nodes)
         begun, self._begun = self._begun, []
@@ -145,7 +147,6 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, SamplesTokens, DraftsI
         self.network.grow_dynamic_trees(output.hidden_states[0][torch.from_numpy(roots)], trees, self.cache)
         return trees
 
-    @in_inference_mode
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree as the row's next tokens."""
         self._forget_begun(row)

@@ -174,9 +174,6 @@ class NetworkRunner(Runner, LimitsCache, ReadsImages):
 
     def _reserve_active(self, rows: Sequence[int], active: NodeMask) -> None:
         """Make room for the nodes of a pass: beside a prompt, the other rows take no room for as many as it has."""
-        if active.all():
-            self._reserve(rows, active.shape[1])
-            return
         self._length += [0] * (max(rows) + 1 - len(self._length))
         last = (active.shape[1] - active[:, ::-1].argmax(1)) * active.any(1)
         self.cache.reserve(rows, [self.slots(row) + n for row, n in zip(rows, last.tolist(), strict=True)])

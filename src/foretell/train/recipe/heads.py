@@ -16,7 +16,6 @@ from foretell.catalogue.options.heads import MedusaOptions
 from foretell.engine.method import AnyMethod
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.runner import Runner
-from foretell.shape import PathCounts
 from foretell.speculator.hf_writer import llama_config, write_hf
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.heads import HeadsConfig, HeadsNetwork
@@ -41,6 +40,7 @@ from foretell.train.recipe.base import (
     TensorDict,
 )
 from foretell.train.recipe.lora import HeadsWithLoRA
+from foretell.train.recipe.path_counts import PathCounts
 
 _TREE_UPDATE_INTERVAL = 8
 """Batches between updates of the tree."""
