@@ -111,9 +111,10 @@ class MethodGroups:
         return parts
 
     def _parts_of(self, group: MethodGroup, which: list[int], context: Context) -> list[DraftedTrees]:
-        if isinstance(group.method.draft, NoDrafter):
+        governed = self._budget.governs(group.bound)
+        if isinstance(group.method.draft, NoDrafter) or (governed and self._budget.rests(group.bound, which)):
             return [self._roots(group, which, context.select(which))]
-        if self._budget.governs(group.bound):
+        if governed:
             return self._drafts(group, which, context)
         return [self._in_full(group, which, context)]
 
@@ -138,19 +139,20 @@ class MethodGroups:
             plan = self._budget.plan(group.bound, number, indices, unread)
             if plan is not None:
                 offers += self._tried(group, partial(self._offer, group, number, plan, context))
+        if not offers:
+            return [self._roots(group, indices, context.select(indices))]
         asked = [i for i in indices if any(i in which for which, _ in offers)]
         roots, parts = [i for i in indices if i not in asked], list[DraftedTrees]()
         if roots:
             parts.append(self._roots(group, roots, context.select(roots)))
-        if asked:
-            group.drafts = True
-            part = context.select(asked)
-            place, tree = {i: n for n, i in enumerate(asked)}, None
-            for which, offered in offers:
-                whole = offered.spread(part.last_tokens, [place[i] for i in which])
-                tree = whole if tree is None else merge_trees(whole, tree)
-            assert tree is not None
-            parts.append(DraftedTrees(group.bound, asked, group.method.finish(tree, part), removable=True))
+        group.drafts = True
+        part = context.select(asked)
+        place, tree = {i: n for n, i in enumerate(asked)}, None
+        for which, offered in offers:
+            whole = offered.spread(part.last_tokens, [place[i] for i in which])
+            tree = whole if tree is None else merge_trees(whole, tree)
+        assert tree is not None
+        parts.append(DraftedTrees(group.bound, asked, group.method.finish(tree, part), removable=True))
         return parts
 
     def _offer(
@@ -217,13 +219,17 @@ class MethodGroups:
         )
         return tree
 
+    def asked(self, group: MethodGroup) -> tuple[bool, bool]:
+        """Whether a method was asked for drafts, and whether the budget chose for whom; see `StepResult`."""
+        governed = self._budget.governs(group.bound)
+        return group.drafts or not governed, governed
+
     def result_of(self, group: MethodGroup, step: StepResult) -> StepResult:
         """A group's part of a step, with the hidden states that its drafter needs in the order in which it asked."""
-        if self._budget.governs(group.bound):
-            step = replace(step, drafting=group.drafts, budgeted=True)
         if len(self.groups) == 1:
             return step
-        part = step.select(group.indices)
+        drafting, budgeted = self.asked(group)
+        part = replace(step.select(group.indices), drafting=drafting, budgeted=budgeted)
         if group.probe_offset:
             part = replace(part, tree=part.tree.shift_probe_ids(self._vocab, -group.probe_offset))
         return with_hidden_layers(part, self.hidden_layers, group.method.hidden_layers)

@@ -1,6 +1,7 @@
 """A decoding method: a drafter, a shape that arranges its tokens into a tree, and an acceptor."""
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -89,7 +90,7 @@ class Method(Generic[D]):
         limited = replace(context, max_depth=depths)
         return self.finish(self.draft_from((self.draft, self.tree), limited), context)
 
-    @property
+    @cached_property
     def sources(self) -> tuple[Source, ...]:
         """The drafters that offer drafts, with their shapes."""
         return self.tree.sources(self.draft)
