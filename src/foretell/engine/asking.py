@@ -60,25 +60,14 @@ class Asking:
         self.trial_nodes = 0
         """Drafts that are verified for a trial beyond those that pay."""
 
-    def rests(self, source: DraftSource, which: Sequence[int]) -> bool:
-        """Whether a drafter is not weighed in this step: it did not pay lately."""
-        # What did not pay for other requests may pay for one whose answer begins.
-        accounts = self._load.accounts
-        return self._trials_of(source).rests(self._step) and all(accounts[i].tokens > 1 for i in which)
-
-    def _trials_of(self, source: DraftSource) -> Trials:
-        key = source.name, self._costs.key
-        if key not in self._trials:
-            self._trials[key] = Trials()
-        return self._trials[key]
-
     def weigh(self, source: DraftSource, which: list[int], unread: Callable[[int], int]) -> Plan | str:
         """The requests that a drafter is asked for: if the rate with its expected drafts is above that with what was
         offered so far. Or the reason why it is asked for none.
         """
-        if self.rests(source, which):
+        trials = self._trials.setdefault((source.name, self._costs.key), Trials())
+        # What did not pay for other requests may pay for one whose answer begins.
+        if trials.rests(self._step) and all(self._load.accounts[i].tokens > 1 for i in which):
             return COST
-        trials = self._trials_of(source)
         self._costs.count_unread(which, unread)
         before, asked = self._offers.paying, list[int]()
         for i in which:

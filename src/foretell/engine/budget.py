@@ -118,17 +118,6 @@ class Budget:
             self.statistics.undrafted[reason] += len(which)
         return None
 
-    def rests(self, bound: BoundMethod, which: Sequence[int]) -> bool:
-        """Whether no drafter of a method is weighed for these requests in this step, so that `plan` need not be asked:
-        none paid lately.
-        """
-        numbers = range(len(bound.method.sources))
-        undecided = bound.method.check is not None and bound.method.check.undecided
-        if undecided or not all(self._asking.rests(self._source(bound, n), which) for n in numbers):
-            return False
-        self.statistics.undrafted[COST] += len(which)
-        return True
-
     def _source(self, bound: BoundMethod, number: int) -> DraftSource:
         method, count = bound.method, len(bound.method.sources)
         if method.draft not in self._sources:

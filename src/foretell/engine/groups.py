@@ -111,10 +111,9 @@ class MethodGroups:
         return parts
 
     def _parts_of(self, group: MethodGroup, which: list[int], context: Context) -> list[DraftedTrees]:
-        governed = self._budget.governs(group.bound)
-        if isinstance(group.method.draft, NoDrafter) or (governed and self._budget.rests(group.bound, which)):
+        if isinstance(group.method.draft, NoDrafter):
             return [self._roots(group, which, context.select(which))]
-        if governed:
+        if self._budget.governs(group.bound):
             return self._drafts(group, which, context)
         return [self._in_full(group, which, context)]
 
