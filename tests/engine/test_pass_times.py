@@ -95,6 +95,15 @@ def test_a_plain_pass_is_measured_where_none_was_for_long() -> None:
     assert not fixed.needs_plain(ONE) and fixed.seconds(ONE, 1)[:3] == [1.0, 2.0, 3.0]
 
 
+def test_two_plain_passes_tell_what_drafts_cost_beside_many_drafted_ones() -> None:
+    """Before, the time of a plain pass is guessed from those of larger ones."""
+    times = PassTimes()
+    for tokens in (*[9] * 8, 1, 1):
+        times.observe_pass(ONE, 1, tokens, true(tokens))
+    seconds = times.seconds(ONE, 1)
+    assert seconds[8] / seconds[0] == pytest.approx(true(9) / true(1))
+
+
 def test_the_next_start_knows_what_this_one_has_learned(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "times.json"
     times = learned(PassTimes(file=file, identity="a model"), steps=256)
