@@ -84,7 +84,8 @@ def test_a_plain_pass_is_measured_where_none_was_for_long() -> None:
     for _ in range(8):
         times.observe_pass(ONE, 1, 5, 0.02)
     assert times.needs_plain(ONE)
-    times.observe_pass(ONE, 1, 1, 0.01)
+    for _ in range(2):
+        times.observe_pass(ONE, 1, 1, 0.01)
     for _ in range(255):
         assert not times.needs_plain(ONE)
         times.observe_pass(ONE, 1, 5, 0.02)
@@ -95,12 +96,16 @@ def test_a_plain_pass_is_measured_where_none_was_for_long() -> None:
     assert not fixed.needs_plain(ONE) and fixed.seconds(ONE, 1)[:3] == [1.0, 2.0, 3.0]
 
 
-def test_two_plain_passes_tell_what_drafts_cost_beside_many_drafted_ones() -> None:
-    """Before, the time of a plain pass is guessed from those of larger ones."""
-    times = PassTimes()
-    for tokens in (*[9] * 8, 1, 1):
-        times.observe_pass(ONE, 1, tokens, true(tokens))
+def test_plain_passes_are_measured_until_they_count_for_more_than_what_was_expected() -> None:
+    """Before, their time is guessed from those of larger ones."""
+    times, plain = PassTimes(), 0
+    for _ in range(8):
+        times.observe_pass(ONE, 1, 9, true(9))
+    while times.needs_plain(ONE):
+        times.observe_pass(ONE, 1, 1, true(1))
+        plain += 1
     seconds = times.seconds(ONE, 1)
+    assert plain == 2
     assert seconds[8] / seconds[0] == pytest.approx(true(9) / true(1))
 
 
