@@ -10,7 +10,7 @@ counts in "tokens/s", and not in "decoding", the steps that read no prompt.
 import argparse
 import itertools
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -41,8 +41,8 @@ class Queue:
     decode_seconds: float = 0.0
     decode_tokens: int = 0
     decode_steps: int = 0
-    forecast: float = 0.0
-    """Sum over steps of the gain that the budget expected."""
+    expected: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Tokens of these steps that the budget expected, and their seconds over those of a plain step."""
 
     def turn(self, seconds: float) -> None:
         """Run for so long."""
@@ -58,12 +58,14 @@ class Queue:
                 self.decode_tokens += tokens
                 self.decode_steps += 1
                 last = self.engine.budget.last
-                self.forecast += (last.tokens or 0.0) / self.rows * last.plain_seconds / last.seconds
+                self.expected[0] += last.tokens or 0.0
+                self.expected[1] += last.seconds / last.plain_seconds
 
     def forget(self) -> None:
         """Begin to count."""
-        self.seconds = self.decode_seconds = self.forecast = 0.0
+        self.seconds = self.decode_seconds = 0.0
         self.tokens = self.decode_tokens = self.decode_steps = 0
+        self.expected = [0.0, 0.0]
 
     def _ask(self) -> None:
         prompt = self.prompts[self.asked % len(self.prompts)]
@@ -96,7 +98,7 @@ def measure(model: Model, options: argparse.Namespace, prompts: list[str], rows:
             f"({q.tokens / q.seconds * plain.seconds / plain.tokens:.2f}), decoding "
             f"{q.decode_tokens / q.decode_seconds:.0f} "
             f"({q.decode_tokens / q.decode_seconds * plain.decode_seconds / plain.decode_tokens:.2f}, "
-            f"forecast {q.forecast / q.decode_steps:.2f}), "
+            f"forecast {q.expected[0] / q.expected[1] / rows:.2f}), "
             f"{q.decode_tokens / q.decode_steps / rows:.2f} tokens per request and pass",
             flush=True,
         )

@@ -257,6 +257,22 @@ def test_a_trial_comes_the_later_the_more_it_costs(share: float, forced: int, fi
     assert begun == first and (trials.left, trials.forced) == (TRIAL_STEPS, forced)
 
 
+def test_a_drafter_that_does_not_pay_is_weighed_ever_more_rarely_until_it_is_asked_again() -> None:
+    trials = Trials()
+    trials.switch(False, 0)
+    trials.next = 1 << 20
+    weighed = list[int]()
+    for step in range(256):
+        if not trials.rests(step):
+            weighed.append(step)
+            trials.rest(step)
+    assert weighed == [0, 8, 24, 56, 120, 184, 248]
+    trials.switch(True, 256)
+    trials.switch(False, 300)
+    trials.rest(300)
+    assert trials.until == 308
+
+
 def test_the_likeliest_nodes_of_all_requests_are_verified_and_late_requests_come_first() -> None:
     bound = BoundMethod(Method(Oracle([]), Trie(4), Match()))
     continuations = [[Continuation((1, 2, 3), (p, p**2, p**3))] for p in (0.9, 0.5)]

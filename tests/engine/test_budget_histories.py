@@ -129,7 +129,7 @@ def test_no_request_is_slower_than_plain_decoding(together: int, chance: float, 
     assert np.mean([c.seconds / (c.length * plain) for c in clients]) < 1.02
     # 3 %, one drafting step, and before anything is known what the first steps of the drafter cost.
     assert max(c.seconds / (c.length * plain) for c in clients) < 1.05
-    assert max(c.seconds / (c.length * plain) for c in warm) < 1.09
+    assert max(c.seconds / (c.length * plain) for c in warm) < 1.08
 
 
 @pytest.mark.parametrize(("unread", "gain"), [(1000, 1.15), (20_000, 0.98)])

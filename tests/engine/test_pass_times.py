@@ -84,7 +84,8 @@ def test_a_plain_pass_is_measured_where_none_was_for_long() -> None:
     for _ in range(8):
         times.observe_pass(ONE, 1, 5, 0.02)
     assert times.needs_plain(ONE)
-    times.observe_pass(ONE, 1, 1, 0.01)
+    for _ in range(2):
+        times.observe_pass(ONE, 1, 1, 0.01)
     for _ in range(255):
         assert not times.needs_plain(ONE)
         times.observe_pass(ONE, 1, 5, 0.02)
@@ -93,6 +94,19 @@ def test_a_plain_pass_is_measured_where_none_was_for_long() -> None:
     fixed = PassTimes({1: 1.0, 2: 2.0})
     fixed.observe_pass(ONE, 1, 5, 0.02)
     assert not fixed.needs_plain(ONE) and fixed.seconds(ONE, 1)[:3] == [1.0, 2.0, 3.0]
+
+
+def test_plain_passes_are_measured_until_they_count_for_more_than_what_was_expected() -> None:
+    """Before, their time is guessed from those of larger ones."""
+    times, plain = PassTimes(), 0
+    for _ in range(8):
+        times.observe_pass(ONE, 1, 9, true(9))
+    while times.needs_plain(ONE):
+        times.observe_pass(ONE, 1, 1, true(1))
+        plain += 1
+    seconds = times.seconds(ONE, 1)
+    assert plain == 2
+    assert seconds[8] / seconds[0] == pytest.approx(true(9) / true(1))
 
 
 def test_the_next_start_knows_what_this_one_has_learned(tmp_path: Path) -> None:

@@ -114,17 +114,16 @@ class ObservedStep(NamedTuple):
     hidden_states: tuple[Float[torch.Tensor, "n d"], ...]
     first: tuple[int, ...]
     """Position at which the drafter begins to read each sequence."""
-
-    @property
-    def positions(self) -> int:
-        """Number of positions whose states it holds."""
-        return int(self.hidden_states[0].shape[0])
+    positions: int
+    """Number of positions whose states it holds."""
 
     @staticmethod
     def of(step: StepResult, window: int | None = None) -> "ObservedStep":
         """From the step's result. `window`: last tokens of a prompt that the drafter reads; None: all."""
         texts, output = step.context.sequences, step.output
-        first = tuple(0 if window is None else max(0, text.prompt_length - window) for text in texts)
+        first = (0,) * len(texts)
+        if window is not None:
+            first = tuple(max(0, text.prompt_length - window) for text in texts)
         return ObservedStep(
             step.context.rows,
             step.start_positions,
@@ -133,4 +132,5 @@ class ObservedStep(NamedTuple):
             hidden_index=output.hidden_index,
             hidden_states=output.hidden_states,
             first=first,
+            positions=step.tree.active_count,
         )

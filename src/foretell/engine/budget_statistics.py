@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 NO_CHOICE, LOAD, MEASURED, COST = "no_choice", "load", "measured", "cost"
 REASONS = NO_CHOICE, LOAD, MEASURED, COST
 """Why a request got no drafts in a step: it may have none; more requests than `disable_by_batch_size`; a plain pass is
-measured, or none was before a prompt is read; drafts would not pay; they would cost a request more than it may lose.
+measured, or none was before a prompt is read; drafts would not pay, or cost a request more than it may lose.
 """
 
 

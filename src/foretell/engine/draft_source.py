@@ -10,6 +10,7 @@ from foretell.engine.tuning import (
     COSTLY_INTERVAL,
     FIRST_STEPS,
     HORIZON,
+    MOST_OFF_STEPS,
     OFF_STEPS,
     TRIAL_INTERVAL,
     TRIAL_SHARE,
@@ -32,6 +33,8 @@ class Trials:
     """Drafts that it verifies beyond those that pay."""
     until: int = 0
     """Step until which it stays off without another look."""
+    _pause: int = OFF_STEPS
+    """Steps without a look after the next one."""
 
     def rests(self, step: int) -> bool:
         """Whether it stays off in this step without another look."""
@@ -39,19 +42,19 @@ class Trials:
 
     def switch(self, on: bool, step: int) -> None:
         """Ask it from this step on, or ask it no longer."""
-        self.on, self.left, self.since, self.next = on, 0, step, step + TRIAL_INTERVAL
+        self.on, self.left, self.since, self.next, self._pause = on, 0, step, step + TRIAL_INTERVAL, OFF_STEPS
 
     def rest(self, step: int) -> None:
-        """Leave it off for the next steps."""
-        self.until = step + OFF_STEPS
+        """Leave it off for the next steps: for twice as many each time."""
+        self.until, self._pause = step + self._pause, min(2 * self._pause, MOST_OFF_STEPS)
 
     def begin(self, step: int, share: float, forced: int) -> bool:
         """Begin a trial whose steps lose this share of a plain step each. False: it would come too often."""
-        past, self.next = step - self.since, step + TRIAL_INTERVAL
-        is_early = forced > 0 and past < COSTLY_INTERVAL
-        if is_early or TRIAL_STEPS * share > TRIAL_SHARE * past:
+        earliest = self.since + max(COSTLY_INTERVAL if forced else 0, int(TRIAL_STEPS * share / TRIAL_SHARE))
+        if step < earliest:
+            self.next = min(max(earliest, step + TRIAL_INTERVAL), step + MOST_OFF_STEPS)
             return False
-        self.left, self.since, self.forced = TRIAL_STEPS, step, forced
+        self.left, self.since, self.forced, self.next = TRIAL_STEPS, step, forced, step + TRIAL_INTERVAL
         return True
 
 

@@ -205,13 +205,17 @@ class MethodGroups:
         )
         return tree
 
+    def asked(self, group: MethodGroup) -> tuple[bool, bool]:
+        """Whether a method was asked for drafts, and whether the budget chose for whom; see `StepResult`."""
+        governed = self._budget.governs(group.bound)
+        return group.drafts or not governed, governed
+
     def result_of(self, group: MethodGroup, step: StepResult) -> StepResult:
         """A group's part of a step, with the hidden states that its drafter needs in the order in which it asked."""
-        if self._budget.governs(group.bound):
-            step = replace(step, drafting=group.drafts, budgeted=True)
         if len(self.groups) == 1:
             return step
-        part = step.select(group.indices)
+        drafting, budgeted = self.asked(group)
+        part = replace(step.select(group.indices), drafting=drafting, budgeted=budgeted)
         if group.probe_offset:
             part = replace(part, tree=part.tree.shift_probe_ids(self._vocab, -group.probe_offset))
         return with_hidden_layers(part, self.hidden_layers, group.method.hidden_layers)

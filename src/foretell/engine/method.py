@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from foretell.accept.base import Acceptor
@@ -86,7 +87,7 @@ class Method(Generic[D]):
             depths = [0] * len(depths)
         return self.finish(self.draft_from((self.draft, self.tree), context, depths), context)
 
-    @property
+    @cached_property
     def sources(self) -> tuple[Source, ...]:
         """The drafters that offer drafts, with their shapes."""
         return self.tree.sources(self.draft)

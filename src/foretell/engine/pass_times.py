@@ -31,7 +31,7 @@ _KNOWN = 12
 _CONTEXT_BITS = 10
 """Contexts of fewer than `1 << _CONTEXT_BITS` tokens are one kind; then each factor of two is one."""
 _REFIT = 8
-"""Passes of a load between two fits, after its first ones."""
+"""Passes of a load between two fits, after the first ones of a size."""
 _FIRST_SAVED = 256
 """Passes after which the times are written first; then after each doubling."""
 _LEAST_SAVED = 32
@@ -76,8 +76,9 @@ class _Curve:
         if knot not in self.windows:
             # What the sizes around it say counts as some times of its own: a single one may be disturbed.
             self.windows[knot] = Times([float(self.ratios[extra])] * EXPECTED_TIMES if self.windows else ())
-        self.windows[knot].add(ratio)
-        refits = self.steps < _REFIT or self.steps % _REFIT == 0
+        window = self.windows[knot]
+        window.add(ratio)
+        refits = len(window.last) < _REFIT or self.steps % _REFIT == 0
         if refits:
             self.fit()
         return refits
@@ -162,6 +163,8 @@ class PassTimes:
         curve = self._curves.get(key)
         if self.fixed or curve is None:
             return False
+        if curve.plain_at == curve.steps and len(curve.windows[0].last) < 2 * EXPECTED_TIMES:
+            return True  # what was expected still counts for as much as what was measured
         return curve.steps - curve.plain_at >= PLAIN_INTERVALS[curve.plain_at > 0 or 0 in curve.windows]
 
     def source(self, name: str) -> DraftSource:

@@ -40,7 +40,10 @@ class VerifiedPass:
 
     def step_result(self, paths: tuple[tuple[int, ...], ...], new_tokens: tuple[tuple[int, ...], ...]) -> StepResult:
         """The step, once the kept `paths` and `new_tokens` of the requests have been committed."""
-        return StepResult(self.context, self.tree, self.output, paths, new_tokens, self.starts)
+        groups = self.groups.groups
+        # Of a single method this is its step; parts of it are made for several.
+        asked = self.groups.asked(groups[0]) if len(groups) == 1 else ()
+        return StepResult(self.context, self.tree, self.output, paths, new_tokens, self.starts, *asked)
 
 
 def context_of(running: Collection[LiveRequest]) -> Context:

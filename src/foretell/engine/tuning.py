@@ -97,8 +97,10 @@ READING_GAIN = 1.05
 """Least rate over that without a drafter for which it reads what it has not read of a request: what is read may not be
 drafted from.
 """
-OFF_STEPS = 8
-"""Steps that a drafter which does not pay stays off before it is weighed again: weighing takes time, too."""
+OFF_STEPS, MOST_OFF_STEPS = 8, 64
+"""Steps that a drafter which does not pay stays off before it is weighed again, the first time and at most: weighing
+takes time, too.
+"""
 MOST_LOSS = 0.03
 """Share of its plain time that a request may lose over its life."""
 HORIZON = 64
