@@ -58,6 +58,19 @@ def test_a_machine_that_wanders_changes_no_quotient_though_only_one_size_is_seen
     assert after[7] / after[0] == pytest.approx(before[7] / before[0], rel=0.06)
 
 
+@pytest.mark.parametrize("factor", [0.8, 1.25], ids=["faster", "slower"])
+def test_plain_passes_that_become_faster_alone_are_noticed_beside_drafted_ones(factor: float) -> None:
+    """As where another program stops reading memory: larger passes are bound by arithmetic. Plain ones are rare."""
+    random, times = np.random.default_rng(0), learned(PassTimes())
+    before = np.array(times.seconds(ONE, 1))
+    for i in range(3000):
+        tokens = 1 if i % 256 < 2 else (6, 8, 9)[i % 3]
+        slow = (factor if tokens == 1 else 1.0) * float(random.lognormal(0, 0.03))
+        times.observe_pass(ONE, 1, tokens, true(tokens) * slow)
+    after = np.array(times.seconds(ONE, 1))
+    assert after[7] / after[0] == pytest.approx(before[7] / before[0] / factor, rel=0.08)
+
+
 def test_the_times_of_a_steady_machine_stay_what_they_are() -> None:
     random = np.random.default_rng(0)
     times = learned(PassTimes())

@@ -483,7 +483,7 @@ def test_drafts_of_the_base_are_lossless_for_the_adapted_target(small: tuple[Pat
         return [answer.text for answer in target.generate(prompts, method, max_new_tokens=24)]
 
     assert texts(model) == texts(by_hand) != texts(plain)
-    method = model.method("draft_model", drafts=[plain, load(str(tiny_draft()), "float32")])
+    method = model.method("specinfer", drafts=[plain, load(str(tiny_draft()), "float32")])
     assert texts(model, method) == texts(model, "ngram") == texts(by_hand)
     fingerprints = {m.checkpoint.fingerprint() for m in (model, plain)}
     assert len(fingerprints) == 2 and model.checkpoint.base_fingerprint == plain.checkpoint.fingerprint()
@@ -607,7 +607,7 @@ def test_requests_of_one_batch_have_adapters_of_their_own(several: Any) -> None:
         for name, place in merged.items()
     }
     assert len({str(texts) for texts in wanted.values()}) == len(merged)
-    for method in (model.method(), model.method("ngram"), model.method("draft_model", drafts=drafts)):
+    for method in (model.method(), model.method("ngram"), model.method("specinfer", drafts=drafts)):
         for cached in (False, True):
             engine = model.engine(method, rows=5, prefix_caching=cached)
             for _ in range(2):  # the second time rows hold the same prompts of every adapter

@@ -39,6 +39,11 @@ class Times:
         self.last.append(time)
         self._low = None
 
+    def keep(self, count: int) -> None:
+        """Forget all but the last ones."""
+        self.last = deque(list(self.last)[-count:], maxlen=WINDOW)
+        self._low = None
+
     def scale(self, factor: float) -> None:
         """Multiply all by a factor."""
         self.last = deque((factor * time for time in self.last), maxlen=WINDOW)

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 
 from foretell.engine.draft_source import DraftSource
 from foretell.engine.measured import FINE, DraftTimes, Times, load_of, low, requests_of
-from foretell.engine.tuning import DRIFT_WINDOW, EXPECTED_TIMES, FOLLOWED, PLAIN_INTERVALS, PRIOR_SLOPE
+from foretell.engine.tuning import DRIFT_WINDOW, EXPECTED_TIMES, FOLLOWED, PLAIN_INTERVALS, PRIOR_SLOPE, WINDOW
 
 log = logging.getLogger(__name__)
 _FORMAT = "foretell pass times 3"
@@ -55,8 +55,8 @@ class _Curve:
     windows: dict[int, Times] = field(default_factory=dict)
     """The last ones by knot."""
     steps: int = 0
-    plain_at: int = 0
-    """The step of the last plain pass; 0: there was none."""
+    seen: dict[int, int] = field(default_factory=dict)
+    """The step of the last pass by knot; that of plain ones is 0."""
     ratios: Float[np.ndarray, " n"] = field(default_factory=lambda: np.zeros(0))
     """Fitted, by number of further tokens."""
     seconds: dict[int, list[float]] = field(default_factory=dict)
@@ -70,18 +70,23 @@ class _Curve:
     def add(self, extra: int, ratio: float) -> bool:
         """Count a pass; whether the curve was fitted anew."""
         self.steps += 1
-        if not extra:
-            self.plain_at = self.steps
         knot = _nearest(extra)
         if knot not in self.windows:
             # What the sizes around it say counts as some times of its own: a single one may be disturbed.
             self.windows[knot] = Times([float(self.ratios[extra])] * EXPECTED_TIMES if self.windows else ())
         window = self.windows[knot]
+        if self._is_rare(knot):
+            # Of long ago, when the machine was another: what makes all sizes slower alike is not all that changes.
+            window.keep(_KNOWN)
         window.add(ratio)
+        self.seen[knot] = self.steps
         refits = len(window.last) < _REFIT or self.steps % _REFIT == 0
         if refits:
             self.fit()
         return refits
+
+    def _is_rare(self, knot: int) -> bool:
+        return self.steps - self.seen.get(knot, 0) > WINDOW
 
     def fit(self) -> None:
         """Interpolate the deviations from the start between the knots that were measured."""
@@ -94,15 +99,15 @@ class _Curve:
         self.seconds.clear()
 
     def _follow_plain(self) -> None:
-        """Keep the times of drafted passes over those of plain ones: the speed wanders with what is seen, and would
-        leave behind what is not.
+        """Keep the times of drafted passes that are rare over those of plain ones: the speed wanders with what is seen,
+        and would leave behind what is not.
         """
         seen = self.windows.get(0)
         if seen is None or len(seen.last) < _KNOWN:
             return
         if self.plain and seen.low != self.plain:
             for knot, window in self.windows.items():
-                if knot:
+                if knot and self._is_rare(knot):
                     window.scale(seen.low / self.plain)
         self.plain = seen.low
 
@@ -163,9 +168,10 @@ class PassTimes:
         curve = self._curves.get(key)
         if self.fixed or curve is None:
             return False
-        if curve.plain_at == curve.steps and len(curve.windows[0].last) < 2 * EXPECTED_TIMES:
+        plain_at = curve.seen.get(0, 0)
+        if plain_at == curve.steps and len(curve.windows[0].last) < 2 * EXPECTED_TIMES:
             return True  # what was expected still counts for as much as what was measured
-        return curve.steps - curve.plain_at >= PLAIN_INTERVALS[curve.plain_at > 0 or 0 in curve.windows]
+        return curve.steps - plain_at >= PLAIN_INTERVALS[0 in curve.windows]
 
     def source(self, name: str) -> DraftSource:
         """What is known of a drafter."""
