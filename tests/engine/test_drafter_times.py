@@ -178,7 +178,7 @@ def test_only_what_a_method_drafts_with_is_in_its_key(model: Model) -> None:
         return model.method(name, options, drafts=used, shared=True).drafter_key
 
     assert key("ngram", first) == "" != key("draft_model", first) == key("draft_model", again)
-    assert len({key("draft_model", *used) for used in ([first], [whole], [rounded])} | {key("specinfer", first, whole)}) == 4
+    assert len({key("draft_model", used) for used in (first, whole, rounded)} | {key("specinfer", first, whole)}) == 4
     assert len({key("ngram", num_speculative_tokens=n) for n in (2, 3)} | {""}) == 3
 
 
