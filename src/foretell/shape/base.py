@@ -235,7 +235,7 @@ def _child_tokens(
             known[id(drafter)] = q, builder.add_distribution(row, q)
         q, q_index = known[id(drafter)]
         if out and builder.tree.distinct[row]:
-            q = q.index_fill(0, torch.tensor([token for _, token, _ in out]), 0)
+            q = q.index_fill(0, torch.tensor([token for _, token, _ in out], device=q.device), 0)
             if not q.sum() > 0:
                 continue
         out.append((i, sample_from(q, drafter.uniform(row, node, Stream.DRAFT, first + i)), q_index))
