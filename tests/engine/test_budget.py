@@ -246,7 +246,7 @@ def test_a_new_drafter_that_had_nothing_to_offer_is_asked_again() -> None:
 
 @pytest.mark.parametrize(
     ("share", "forced", "first"),
-    [(0.02, 0, 16), (0.02, 4, 64), (0.4, 0, 160), (0.4, 4, 160)],
+    [(0.02, 0, 8), (0.02, 4, 64), (0.4, 0, 160), (0.4, 4, 160)],
     ids=["judged alone", "verified", "expensive", "verified and expensive"],
 )
 def test_a_trial_comes_the_later_the_more_it_costs(share: float, forced: int, first: int) -> None:
@@ -255,6 +255,17 @@ def test_a_trial_comes_the_later_the_more_it_costs(share: float, forced: int, fi
     trials.switch(False, 0)
     begun = next(step for step in range(1, 999) if step >= trials.next and trials.begin(step, share, forced))
     assert begun == first and (trials.left, trials.forced) == (TRIAL_STEPS, forced)
+
+
+def test_what_a_drafter_offers_is_learned_of_each_request() -> None:
+    account = DraftAccount()
+    assert account.share("suffix", 0.1) == 1
+    for _ in range(2):
+        account.count_offer("suffix", 3.0)
+    assert 0.5 < 0.1 * account.share("suffix", 0.1) < 3 and account.share("eagle3", 0.1) == 1
+    for _ in range(40):
+        account.count_offer("suffix", 0.0)
+    assert account.share("suffix", 0.1) == pytest.approx(1, abs=0.9)
 
 
 def test_a_drafter_that_does_not_pay_is_weighed_ever_more_rarely_until_it_is_asked_again() -> None:

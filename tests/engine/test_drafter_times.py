@@ -95,7 +95,7 @@ def test_what_was_accepted_is_known_at_the_next_start(tmp_path: Path) -> None:
     first.save()
     again = passes(file).source(name)
     assert again.acceptance(True).chance[0] < 0.2 < 0.9 < prior == again.acceptance(False).chance[0]
-    assert again.acceptance(True).hoped < 0.5 < 1 < again.acceptance(False).hoped
+    assert again.acceptance(True).promised < 0.5 < 1 == again.acceptance(False).promised
     assert (again.steps, again.levels) == (1, 3.0)
     # It weighs less than it did: another text may soon show something else.
     for _ in range(200):

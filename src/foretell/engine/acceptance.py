@@ -109,9 +109,9 @@ class Acceptance:
         return 1 + 1 / sqrt(1 + self.steps)
 
     @property
-    def hoped(self) -> float:
-        """Most tokens of the promise."""
-        return self.hope * sum(chance * n for chance, n in self.promise)
+    def promised(self) -> float:
+        """Accepted tokens of the promise."""
+        return sum(chance * n for chance, n in self.promise)
 
     def least_score(self, floor: float) -> float:
         """The least score of drafts with at least this chance."""

@@ -20,6 +20,7 @@ from foretell.engine.tuning import (
     READING_GAIN,
     TRIAL_NODES,
     TRIAL_REQUESTS,
+    TRIAL_STEPS,
 )
 
 
@@ -69,6 +70,7 @@ class Asking:
         if trials.rests(self._step) and all(self._load.accounts[i].tokens > 1 for i in which):
             return COST
         self._costs.count_unread(which, unread)
+        source.reads = source.reads or bool(self._costs.unread)
         before, asked = self._offers.paying, list[int]()
         for i in which:
             hoped, offered = self._hoped(source, i), before.expected.get(i, 0.0)
@@ -111,27 +113,31 @@ class Asking:
 
     def _hoped(self, source: DraftSource, i: int) -> float:
         """Accepted tokens that are hoped for of this drafter's drafts for a request."""
-        return self._load.accounts[i].factor(source.name) * source.acceptance(self._load.sampled[i]).hoped
+        account, acceptance = self._load.accounts[i], source.acceptance(self._load.sampled[i])
+        promised = acceptance.promised
+        return account.factor(source.name) * account.share(source.name, promised) * acceptance.hope * promised
 
     def _best_cut(self, source: DraftSource, asked: Sequence[int], before: Paying) -> _Cut:
         """The least chance down to which the drafts that are expected for these requests are best taken, instead of
         those offered to them before.
         """
-        load, weights, factors = self._load, self._offers.weights, dict[bool, list[float]]()
+        load, weights, factors = self._load, self._offers.weights, dict[bool, list[tuple[float, float]]]()
         nodes, tokens = float(before.nodes), self._offers.worth + before.gained
         for i in asked:
-            factors.setdefault(load.sampled[i], []).append(load.accounts[i].factor(source.name) * weights[i])
+            account, kind = load.accounts[i], load.sampled[i]
+            share = account.share(source.name, source.acceptance(kind).promised)
+            factors.setdefault(kind, []).append((share, share * account.factor(source.name) * weights[i]))
             if i in before.kept:
                 nodes -= before.kept[i]
                 tokens -= before.expected[i] * weights[i]
-        reading, share = self._costs.reading(source, asked)
-        spent = self._offers.spent + self._costs.drafting(source, len(asked)) + share
+        reading, now = self._costs.reading(source, asked)
+        spent = self._offers.spent + self._costs.drafting(source, len(asked)) + now
         # Reading pays only if later steps draft, too, those without prompts.
         costs = self._costs.without_prompts() if reading else self._costs
         drafts = list[tuple[float, float, float]]()
         for kind, own in factors.items():
             acceptance = source.acceptance(kind)
-            requests, worth = len(own), sum(own) * acceptance.hope
+            requests, worth = sum(share for share, _ in own), sum(value for _, value in own) * acceptance.hope
             drafts += [(chance, n * requests, chance * n * worth) for chance, n in acceptance.promise]
         if len(factors) > 1:
             drafts.sort(reverse=True)
@@ -153,7 +159,7 @@ class Asking:
             forced = 0 if source.scored and not reading else TRIAL_NODES
             lost = self._costs.at(forced) - plain + self._costs.drafting(source, TRIAL_REQUESTS)
             lost += reading * min(1, TRIAL_REQUESTS / len(which))
-            if not trials.begin(self._step, lost / plain, forced):
+            if not trials.begin(self._step, lost / plain, forced, TRIAL_STEPS if source.reads else 1):
                 return []
         trials.left -= 1
         self._statistics.trials += 1

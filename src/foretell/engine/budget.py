@@ -214,6 +214,7 @@ class Budget:
             drafted = tree.drafted(row)
             acceptance, new = source.acceptance(load.sampled[i]), step.new_tokens[i]
             acceptance.count_offer(drafted, load.room[i])
+            load.accounts[i].count_offer(source.name, sum(acceptance.chance[rung] for rung in drafted))
             judged, right = tree.judge(row, new)
             if offer.check is not None and judged:
                 offer.check.count(len(right), single=tree.levels[row] < 2)

@@ -5,6 +5,7 @@ from foretell.engine.tuning import (
     HORIZON,
     MOST_FACTOR,
     MOST_LOSS,
+    OFFER_WEIGHT,
     OWN_COST,
     OWN_PRIOR,
     OWN_WEIGHT,
@@ -20,7 +21,7 @@ class DraftAccount:
         """Times of plain steps that it is ahead of plain decoding, and its tokens so far."""
         self._debt = 0.0
         """Times of plain steps that its drafters have read for tokens to come."""
-        self._factors = dict[str, tuple[float, float]]()
+        self._factors, self._offers = dict[str, tuple[float, float]](), dict[str, tuple[float, float]]()
         self._right, self._tried = OWN_PRIOR * OWN_WEIGHT, OWN_WEIGHT
 
     def factor(self, drafter: str) -> float:
@@ -32,6 +33,16 @@ class DraftAccount:
         """Count a step: the summed chances of drafts before the factor, and how many of them were right."""
         before, hits = self._factors.get(drafter, (0.0, 0.0))
         self._factors[drafter] = FADING * before + predicted, FADING * hits + right
+
+    def share(self, drafter: str, promised: float) -> float:
+        """What a drafter offers for this request over what it offers for all, `promised` accepted tokens a step."""
+        steps, offered = self._offers.get(drafter, (0.0, 0.0))
+        return (OFFER_WEIGHT * promised + offered) / max(promised * (OFFER_WEIGHT + steps), 1e-9)
+
+    def count_offer(self, drafter: str, chances: float) -> None:
+        """Count a step in which a drafter offered drafts with these summed chances, before the factor."""
+        steps, offered = self._offers.get(drafter, (0.0, 0.0))
+        self._offers[drafter] = FADING * steps + 1, FADING * offered + chances
 
     def deficit(self, room: int) -> float:
         """What it has lost over what it may lose in its life, of which `room` tokens are to come."""

@@ -48,13 +48,13 @@ class Trials:
         """Leave it off for the next steps: for twice as many each time."""
         self.until, self._pause = step + self._pause, min(2 * self._pause, MOST_OFF_STEPS)
 
-    def begin(self, step: int, share: float, forced: int) -> bool:
-        """Begin a trial whose steps lose this share of a plain step each. False: it would come too often."""
-        earliest = self.since + max(COSTLY_INTERVAL if forced else 0, int(TRIAL_STEPS * share / TRIAL_SHARE))
+    def begin(self, step: int, share: float, forced: int, steps: int = TRIAL_STEPS) -> bool:
+        """Begin a trial of so many steps that lose this share of a plain step each. False: it would come too often."""
+        earliest = self.since + max(COSTLY_INTERVAL if forced else 0, int(steps * share / TRIAL_SHARE))
         if step < earliest:
             self.next = min(max(earliest, step + TRIAL_INTERVAL), step + MOST_OFF_STEPS)
             return False
-        self.left, self.since, self.forced, self.next = TRIAL_STEPS, step, forced, step + TRIAL_INTERVAL
+        self.left, self.since, self.forced, self.next = steps, step, forced, step + TRIAL_INTERVAL
         return True
 
 
@@ -64,8 +64,8 @@ class DraftSource:
     def __init__(self, name: str) -> None:
         self.name, self.steps, self.levels = name, 0, 1.0
         """Steps in which it drafted, and mean levels of its trees."""
-        self.scored, self.reading = True, f"{name} reading"
-        """Whether its trees have scores, and the name of the times of its reading."""
+        self.scored, self.reading, self.reads = True, f"{name} reading", False
+        """Whether its trees have scores, the name of the times of its reading, and whether it has to read texts."""
         self._acceptance = dict[tuple[bool, bool], Acceptance]()
 
     @property

@@ -37,6 +37,8 @@ PRIOR_PROMISE = 1.0, 4.0
 """Accepted tokens and drafts of a request's step before any is seen."""
 REQUEST_WEIGHT = 8.0
 """Weight of the method's chances against those of a single request, in accepted tokens."""
+OFFER_WEIGHT = 4.0
+"""Weight of what a drafter offers for all requests against what it offers for a single one, in steps."""
 MOST_FACTOR = 1.5
 """Most by which the chances of a request exceed those of its method."""
 FADING = 0.95
@@ -82,12 +84,13 @@ FOLLOWED = 0.98
 PLAIN_INTERVALS = 8, 256
 """Steps of a load without a plain pass after which one is measured: the first time, and later."""
 TRIAL_REQUESTS, TRIAL_STEPS, TRIAL_NODES = 2, 4, 4
-"""Size of a trial of a drafter that does not pay: requests, steps (some drafters need a pass before they draft again,
-and the time of the first one is not learned), and drafts that are verified beyond those that pay.
+"""Size of a trial of a drafter that does not pay: requests, steps (1 of drafters that read no text: others need a pass
+before they draft again, and the time of the first one is not learned), and drafts that are verified beyond those that
+pay.
 """
 TRIAL_SHARE = 0.01
 """Share of the time that trials take at most."""
-TRIAL_INTERVAL, COSTLY_INTERVAL = 16, 64
+TRIAL_INTERVAL, COSTLY_INTERVAL = 4, 64
 """Least number of steps between two trials, and between two that read a text or verify drafts that do not pay."""
 OFF, ON = 1.0, 1.05
 """Rates over those without a drafter below which it is no longer asked, and from which on it is asked again: of two
