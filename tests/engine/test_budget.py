@@ -13,6 +13,7 @@ from foretell.core.context import Context
 from foretell.core.sampling import SamplingParams
 from foretell.draft import Continuation, EagleDrafter, NoDrafter, PromptLookup, Retriever, cached_states
 from foretell.draft.prediction import Prediction
+from foretell.engine.acceptance import Acceptance
 from foretell.engine.asking import Plan
 from foretell.engine.budget import Budget
 from foretell.engine.draft_account import DraftAccount
@@ -266,6 +267,16 @@ def test_what_a_drafter_offers_is_learned_of_each_request() -> None:
     for _ in range(40):
         account.count_offer("suffix", 0.0)
     assert account.share("suffix", 0.1) == pytest.approx(1, abs=0.9)
+
+
+def test_a_drafter_that_offered_nothing_for_long_still_promises_something_to_multiply() -> None:
+    acceptance, account = Acceptance(True), DraftAccount()
+    for _ in range(300):
+        acceptance.count_offer([], 99)
+        acceptance.count([], [], 99)
+    account.count_offer("suffix", 3.0)
+    assert 0 < acceptance.promised < 0.05
+    assert acceptance.promised * account.share("suffix", acceptance.promised) == pytest.approx(0.6, abs=0.1)
 
 
 def test_a_drafter_that_does_not_pay_is_weighed_ever_more_rarely_until_it_is_asked_again() -> None:

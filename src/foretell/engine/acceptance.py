@@ -76,7 +76,9 @@ class Acceptance:
         falling, rising = np.minimum.accumulate(rate), np.maximum.accumulate(rate[::-1])[::-1]
         self.chance = ((falling + rising) / 2).tolist()
         if self.steps:
-            self.promise = [(c, n) for c, n in zip(self.chance, self._nodes, strict=True) if n > _FEW]
+            promise = [(c, n) for c, n in zip(self.chance, self._nodes, strict=True) if n > _FEW]
+            # Never nothing: what it offers for a single request is told as a multiple of it.
+            self.promise = promise or [(self.chance[0], _FEW)]
 
     def state(self) -> dict[str, Any]:
         """What `from_state` reads."""
