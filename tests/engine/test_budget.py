@@ -266,7 +266,7 @@ def test_what_a_drafter_offers_is_learned_of_each_request() -> None:
     assert 0.5 < 0.1 * account.share("suffix", 0.1) < 3 and account.share("eagle3", 0.1) == 1
     for _ in range(40):
         account.count_offer("suffix", 0.0)
-    assert account.share("suffix", 0.1) == pytest.approx(1, abs=0.9)
+    assert 0 < account.share("suffix", 0.1) < 1
 
 
 def test_a_drafter_that_offered_nothing_for_long_still_promises_something_to_multiply() -> None:

@@ -136,9 +136,15 @@ class NoDrafter(Drafter):
 
 
 class CompositeDrafter(Drafter):
-    """A drafter made of several, all of which observe every step."""
+    """A drafter made of several, all of which observe every step.
+
+    Raises:
+        ValueError: there is none.
+    """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
+        if not drafters:
+            raise ValueError("a drafter made of several needs at least one")
         self._all = tuple(drafters)
         self.hidden_layers = tuple(sorted({layer for d in drafters for layer in d.hidden_layers}))
         self.resumes = all(d.resumes for d in drafters if d.hidden_layers)

@@ -12,8 +12,6 @@ class CombinedRetriever(CompositeDrafter, Retriever):
     label = "several retrievers"
 
     def __init__(self, retrievers: Sequence[Retriever]) -> None:
-        if not retrievers:
-            raise ValueError("at least one retriever is needed")
         super().__init__(retrievers)
         self.retrievers = tuple(retrievers)
 

@@ -15,8 +15,6 @@ class DrafterUnion(CompositeDrafter):
     label = "several draft models, merged"
 
     def __init__(self, drafters: Sequence[Predictor]) -> None:
-        if not drafters:
-            raise ValueError("a union needs at least one drafter")
         super().__init__(drafters)
         self.drafters = tuple(drafters)
         self.max_context = min(d.max_context for d in drafters)

@@ -44,6 +44,8 @@ class Acceptance:
         tokens, nodes = PRIOR_PROMISE
         self.promise = [(tokens / nodes, nodes)]
         """Drafts that a request's step is expected to offer: their chances, falling, and their numbers."""
+        self.promised = tokens
+        """How many of these are accepted."""
 
     def count(self, rungs: Sequence[int], right: Sequence[int], room: int) -> None:
         """Count the drafts of a request's step whose fate is known, and those of them that the target chose; `room`:
@@ -79,6 +81,7 @@ class Acceptance:
             promise = [(c, n) for c, n in zip(self.chance, self._nodes, strict=True) if n > _FEW]
             # Never nothing: what it offers for a single request is told as a multiple of it.
             self.promise = promise or [(self.chance[0], _FEW)]
+            self.promised = sum(chance * n for chance, n in self.promise)
 
     def state(self) -> dict[str, Any]:
         """What `from_state` reads."""
@@ -109,11 +112,6 @@ class Acceptance:
     def hope(self) -> float:
         """How many times the promise the truth may be."""
         return 1 + 1 / sqrt(1 + self.steps)
-
-    @property
-    def promised(self) -> float:
-        """Accepted tokens of the promise."""
-        return sum(chance * n for chance, n in self.promise)
 
     def least_score(self, floor: float) -> float:
         """The least score of drafts with at least this chance."""

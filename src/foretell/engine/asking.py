@@ -113,9 +113,14 @@ class Asking:
 
     def _hoped(self, source: DraftSource, i: int) -> float:
         """Accepted tokens that are hoped for of this drafter's drafts for a request."""
-        account, acceptance = self._load.accounts[i], source.acceptance(self._load.sampled[i])
-        promised = acceptance.promised
-        return account.factor(source.name) * account.share(source.name, promised) * acceptance.hope * promised
+        acceptance = source.acceptance(self._load.sampled[i])
+        return self._own(source, i)[1] * acceptance.hope * acceptance.promised
+
+    def _own(self, source: DraftSource, i: int) -> tuple[float, float]:
+        """How many drafts and accepted tokens of this drafter are expected for a request, over those for all."""
+        account = self._load.accounts[i]
+        share = account.share(source.name, source.acceptance(self._load.sampled[i]).promised)
+        return share, share * account.factor(source.name)
 
     def _best_cut(self, source: DraftSource, asked: Sequence[int], before: Paying) -> _Cut:
         """The least chance down to which the drafts that are expected for these requests are best taken, instead of
@@ -124,20 +129,19 @@ class Asking:
         load, weights, factors = self._load, self._offers.weights, dict[bool, list[tuple[float, float]]]()
         nodes, tokens = float(before.nodes), self._offers.worth + before.gained
         for i in asked:
-            account, kind = load.accounts[i], load.sampled[i]
-            share = account.share(source.name, source.acceptance(kind).promised)
-            factors.setdefault(kind, []).append((share, share * account.factor(source.name) * weights[i]))
+            drafted, accepted = self._own(source, i)
+            factors.setdefault(load.sampled[i], []).append((drafted, accepted * weights[i]))
             if i in before.kept:
                 nodes -= before.kept[i]
                 tokens -= before.expected[i] * weights[i]
-        reading, now = self._costs.reading(source, asked)
-        spent = self._offers.spent + self._costs.drafting(source, len(asked)) + now
+        reading, share = self._costs.reading(source, asked)
+        spent = self._offers.spent + self._costs.drafting(source, len(asked)) + share
         # Reading pays only if later steps draft, too, those without prompts.
         costs = self._costs.without_prompts() if reading else self._costs
         drafts = list[tuple[float, float, float]]()
         for kind, own in factors.items():
             acceptance = source.acceptance(kind)
-            requests, worth = sum(share for share, _ in own), sum(value for _, value in own) * acceptance.hope
+            requests, worth = sum(drafted for drafted, _ in own), sum(value for _, value in own) * acceptance.hope
             drafts += [(chance, n * requests, chance * n * worth) for chance, n in acceptance.promise]
         if len(factors) > 1:
             drafts.sort(reverse=True)

@@ -109,7 +109,9 @@ class MethodGroups:
     def _part_of(self, group: MethodGroup, which: list[int], context: Context) -> DraftedTrees:
         if isinstance(group.method.draft, NoDrafter):
             return self._roots(group, which, context.select(which))
-        return (self._drafts if self._budget.governs(group.bound) else self._in_full)(group, which, context)
+        if self._budget.governs(group.bound):
+            return self._drafts(group, which, context)
+        return self._in_full(group, which, context)
 
     def _roots(self, group: MethodGroup, indices: list[int], context: Context) -> DraftedTrees:
         """Roots, and the tokens that constraints force."""
