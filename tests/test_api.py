@@ -1,5 +1,7 @@
 """The Python interface: prompts, conversations, stop strings and special tokens."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 import foretell
 from command import tiny_target
 from foretell.api import Model
+from foretell.model import kernels
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +27,32 @@ def test_the_configuration_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Path, "read_bytes", noted)
     foretell.load(str(tiny_target()), dtype="float32")
     assert paths.count("config.json") == 1
+
+
+_THREADS = """
+import os, sys, threading, time
+import torch
+import foretell
+from foretell.model import kernels
+
+torch.set_num_threads(2)
+kernels.available()
+native = lambda: len(os.listdir("/proc/self/task")) - threading.active_count()
+before = native()
+model = foretell.load(sys.argv[1])
+deadline = time.monotonic() + 20
+while native() > before and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(native() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+@pytest.mark.skipif(not kernels.available(), reason=kernels.unavailable_reason())
+def test_loading_leaves_no_threads_of_openmp_behind() -> None:
+    """Else they keep those of an engine in another thread from spinning between kernels, a tenth of its time."""
+    done = subprocess.run([sys.executable, "-c", _THREADS, "smollm2-135m"], check=True, capture_output=True)
+    assert int(done.stdout) == 0
 
 
 def test_stop_may_be_one_string(model: Model) -> None:

@@ -156,11 +156,12 @@ def load(
     if memory_limit is None and runs_on_kernels(config, torch_device):
         check_memory(reference, precision, packed_bytes(config, weights, precision))
     checkpoint = _FileCheckpoint(config, weights, precision, torch_device)
+    # The network in a thread that ends: while two threads keep threads of OpenMP, those of both sleep between kernels.
     with ThreadPoolExecutor(1) as beside:
-        codec = beside.submit(opened.read_codec)
-        network = _load_network(checkpoint, None if sparsity is None else Path(sparsity), memory_limit)
-    variant = weights.variant or precision
-    tokenizer = replace(codec.result(), template_date=chat_template_date)
+        loading = beside.submit(_load_network, checkpoint, None if sparsity is None else Path(sparsity), memory_limit)
+        codec = opened.read_codec()
+    network, variant = loading.result(), weights.variant or precision
+    tokenizer = replace(codec, template_date=chat_template_date)
     eos = tuple(sorted({*opened.eos, *tokenizer.eos_ids}))
     name = " with ".join([reference, *merged])
     if adapters and not (kv_cache_policy is None and sparsity is None and memory_limit is None):

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import httpx2
 import pytest
 from serving import SETTINGS, SLOW, Server, read_until, running_server, wait_for
 
+from foretell.serve.loaded import LoadedModel
 from foretell.serve.settings import Timeouts
 
 LONG: dict[str, Any] = {"max_tokens": 400}
@@ -117,6 +119,25 @@ def test_a_silent_stream_is_kept_open() -> None:
         stream = server.start({"max_tokens": 2, "stream": True})
         assert b": ping\n\n" in read_until(stream, b"data: [DONE]\n\n")
         stream.close()
+
+
+def test_the_thread_that_loads_the_model_ends(server: Server) -> None:
+    """Else the threads that OpenMP has started for it would keep those of the engine from spinning."""
+    from foretell.serve.service import Service
+
+    loading = list[threading.Thread]()
+
+    def load() -> LoadedModel:
+        loading.append(threading.current_thread())
+        return server.service.loaded
+
+    async def run() -> None:
+        service = Service(SETTINGS, load)
+        await service.start()
+        assert not loading[0].is_alive()
+        await service.stop()
+
+    asyncio.run(run())
 
 
 def test_nothing_is_served_while_the_model_is_loaded(server: Server) -> None:

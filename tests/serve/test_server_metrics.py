@@ -158,8 +158,13 @@ def test_step_metrics_compare_drafting_with_plain_decoding() -> None:
     """Passes of one second each; drafts give three tokens where two were expected."""
     tables = MetricTables(())
     metrics = StepMetrics(tables, (NAME, "0"))
+
+    def read_by_passes() -> float:
+        samples = (s for family in text_string_to_metric_families(tables.text().decode()) for s in family.samples)
+        return next(s.value for s in samples if s.name == "foretell:iteration_tokens_total_count")
+
     budget = SimpleNamespace(last=None, statistics=BudgetStatistics())
-    engine = SimpleNamespace(budget=budget, last_step=None)
+    engine = SimpleNamespace(budget=budget, last_step=None, busy=True)
     plain = StepCounts(requests=1, read=1, reads_prompt=False, new=1)
     drafted = StepCounts(1, 4, False, drafted=3, accepted=2, new=3)
     prompt = StepCounts(1, 64, True, new=1)
@@ -167,6 +172,10 @@ def test_step_metrics_compare_drafting_with_plain_decoding() -> None:
         engine.last_step = StepTime(0.25 if counts.drafted else 0.0, 1.0, 2.0, 0.0, counts)
         budget.last = Forecast(1.25, 1.0, 2.0) if counts.drafted else Forecast(1.0, 1.0, 1.0)
         metrics.step(cast(Engine, engine), 2.0)
+    assert read_by_passes() % 32 == 0  # Steps of a busy engine are counted together,
+    engine.busy = False
+    metrics.step(cast(Engine, engine), 2.0)
+    assert read_by_passes() == 402  # and the last ones of an idle engine at once.
     # Half of the steps take 1.25 s for 3 tokens, which plain decoding takes 3 s for.
     assert metrics.realised_speedup() == pytest.approx((1 + 3) / (1 + 1.25), rel=0.05)
     assert metrics.predicted_speedup() == pytest.approx((1 + 2) / (1 + 1.25), rel=0.05)
@@ -187,7 +196,7 @@ def test_decisions_against_drafts_are_counted() -> None:
         requests.updated(1, 1.0, Update(1, (5,), "a", 0, finish_reason="length", statistics=RequestStatistics()))
     steps, statistics = StepMetrics(tables, (NAME, "0")), BudgetStatistics()
     budget = SimpleNamespace(statistics=statistics, last=Forecast())
-    engine = SimpleNamespace(budget=budget, last_step=StepTime(0.0, 1.0, 1.0))
+    engine = SimpleNamespace(budget=budget, last_step=StepTime(0.0, 1.0, 1.0), busy=False)
     for on, off in ((0, 1), (1, 2), (0, 1)):  # The last one is the first step of a new engine.
         statistics.switched_on, statistics.switched_off, statistics.undrafted[COST] = on, off, 3 * off
         steps.step(cast(Engine, engine), 1.0)

@@ -69,7 +69,10 @@ class Service:
             ValueError: the model cannot be loaded.
         """
         loop = asyncio.get_running_loop()
-        loaded = await loop.run_in_executor(self.pool, self._load)
+        # In a thread that ends: while a second thread keeps threads of OpenMP, those of the engine sleep between its
+        # kernels, which costs a tenth of a step.
+        with ThreadPoolExecutor(1, "foretell-load") as pool:
+            loaded = await loop.run_in_executor(pool, self._load)
         self._loaded = loaded
         self.encoder = PromptEncoder(
             loaded.model.codec,

@@ -19,6 +19,8 @@ RECENT = 512
 """Steps over which the gauges of speed-up are taken."""
 _MIN_STEPS = 16
 """Decoding steps before the cost of a pass is known well enough."""
+_GATHERED = 32
+"""Steps of a busy engine that are counted together: counting takes longer after every pass."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class StepMetrics:
         for to in ("on", "off"):
             self._switched.labels(*labels, to)
         self._labels, self._seen, self._steps_seen = labels, Counts[str](), 0
+        self._uncounted = list[tuple[StepTime, Forecast, float]]()
         self._recent = deque[_StepGain](maxlen=RECENT)
         for name, text, value in (
             ("spec_realised_speedup", "Speed over plain decoding in the last steps.", self.realised_speedup),
@@ -81,8 +84,16 @@ class StepMetrics:
             Gauge(name, text, names, registry=own).labels(*labels).set_function(value)
 
     def step(self, engine: Engine, seconds: float) -> None:
-        """Count the last step of an engine, which took so many seconds in all."""
-        time = engine.last_step
+        """Take the last step of an engine, which took so many seconds in all."""
+        self._uncounted.append((engine.last_step, engine.budget.last, seconds))
+        if len(self._uncounted) < _GATHERED and engine.busy:
+            return
+        for taken in self._uncounted:
+            self._count(*taken)
+        self._uncounted.clear()
+        self._count_decisions(engine.budget.statistics)
+
+    def _count(self, time: StepTime, forecast: Forecast, seconds: float) -> None:
         draft, verify, sample, host = self._phases
         draft.observe(time.draft)
         verify.observe(time.verify)
@@ -91,8 +102,7 @@ class StepMetrics:
         self._read.observe(time.counts.read)
         if not time.counts.reads_prompt:
             self._steps[time.counts.drafted > 0].inc()
-            self._count_gain(time, engine.budget.last)
-        self._count_decisions(engine.budget.statistics)
+            self._count_gain(time, forecast)
 
     def realised_speedup(self) -> float:
         """Tokens per second of the last steps over those of plain decoding; 1 before there are any."""
