@@ -24,7 +24,7 @@ from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.pass_times import PassTimes
 from foretell.engine.request import Completion, Request
 from foretell.engine.step_costs import StepLoad
-from foretell.engine.tuning import FIRST_STEPS, TRIAL_STEPS
+from foretell.engine.tuning import FIRST_STEPS, TRIAL_INTERVAL, TRIAL_STEPS
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.cache.layout import Layout
 from foretell.model.run.decoder_runner import DecoderRunner
@@ -201,7 +201,7 @@ def test_drafts_stop_where_nodes_are_expensive_and_return_when_they_pay() -> Non
                 silent, calls = budget.statistics.nodes_verified, oracle.calls
                 budget.times, oracle.wrong, oracle.chance = PassTimes(CHEAP), False, 0.95
     assert found == long_texts(requests)[0][4:]
-    assert silent < 10 and calls < 10, "it still drafts, though nothing pays"
+    assert silent < 10 and calls <= 50 / TRIAL_INTERVAL, "it still drafts, though nothing pays"
     assert budget.statistics.switched_off and budget.statistics.switched_on
     assert budget.statistics.nodes_verified > 30
 

@@ -70,7 +70,15 @@ def busy_for_long(s) -> None:  # type: ignore[no-untyped-def]
     s.machine.noise = lambda random: 1.0
 
 
-HISTORIES: list[Callable[..., None]] = [burst, pause, neighbour]
+def stopped(s) -> None:  # type: ignore[no-untyped-def]
+    """The process stands still within its first passes over drafts."""
+    seconds, slow = s.machine.seconds, [100.0] * 6
+    s.machine.seconds = lambda requests, drafts: seconds(requests, drafts) * (slow.pop() if drafts and slow else 1.0)
+    s.run(ordinary(3))
+    s.machine.seconds = seconds
+
+
+HISTORIES: list[Callable[..., None]] = [burst, pause, neighbour, stopped]
 LONG_HISTORIES: list[Callable[..., None]] = [two_tokens, greedy_then_sampled, busy_for_long]
 
 

@@ -143,6 +143,19 @@ def test_drafting_for_a_few_of_many_requests_is_not_taken_for_drafting_for_all()
     assert costs.drafting(source, 2) == pytest.approx(1e-3, rel=0.01)
 
 
+def test_a_step_that_does_not_follow_its_like_says_at_most() -> None:
+    """Else single looks would never correct a time that is too long."""
+    times, source = PassTimes({1: 0.004, 128: 0.005}), DraftSource("eagle3 0")
+    costs = StepCosts(times, StepLoad(1, True, [1.0], [9], [600], [False], [DraftAccount()]))
+    for _ in range(8):
+        costs.learn_drafting([DraftedStep(source, 1, 0, 1)], 0.02)
+    costs.learn_drafting([DraftedStep(source, 1, 0, 1)], 0.03, follows=False)
+    assert costs.drafting(source, 1) == pytest.approx(0.02)
+    for _ in range(5):
+        costs.learn_drafting([DraftedStep(source, 1, 0, 1)], 0.001, follows=False)
+    assert costs.drafting(source, 1) == pytest.approx(0.001)
+
+
 def test_a_single_disturbed_reading_is_not_believed() -> None:
     times, source = PassTimes({1: 0.004, 128: 0.005}), DraftSource("eagle3 0")
     costs = StepCosts(times, StepLoad(1, True, [1.0], [9], [600], [False], [DraftAccount()]))

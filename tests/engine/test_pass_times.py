@@ -97,7 +97,7 @@ def test_a_plain_pass_is_measured_where_none_was_for_long() -> None:
     for _ in range(8):
         times.observe_pass(ONE, 1, 5, 0.02)
     assert times.needs_plain(ONE)
-    for _ in range(2):
+    for _ in range(4):
         times.observe_pass(ONE, 1, 1, 0.01)
     for _ in range(255):
         assert not times.needs_plain(ONE)
@@ -110,16 +110,55 @@ def test_a_plain_pass_is_measured_where_none_was_for_long() -> None:
 
 
 def test_plain_passes_are_measured_until_they_count_for_more_than_what_was_expected() -> None:
-    """Before, their time is guessed from those of larger ones."""
-    times, plain = PassTimes(), 0
-    for _ in range(8):
-        times.observe_pass(ONE, 1, 9, true(9))
-    while times.needs_plain(ONE):
-        times.observe_pass(ONE, 1, 1, true(1))
-        plain += 1
+    """Of the first load nothing is: as many are measured. Of another one it is guessed from the nearest."""
+    times, plain = PassTimes(), list[int]()
+    for key, requests in ((ONE, 1), (SIXTEEN, 16)):
+        for _ in range(8):
+            times.observe_pass(key, requests, requests + 8, true(9))
+        plain.append(0)
+        while times.needs_plain(key):
+            times.observe_pass(key, requests, requests, true(1))
+            plain[-1] += 1
+    assert plain == [4, 2]
     seconds = times.seconds(ONE, 1)
-    assert plain == 2
     assert seconds[8] / seconds[0] == pytest.approx(true(9) / true(1))
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_pause_of_the_process_counts_for_little(after: int) -> None:
+    """Whatever the pass, the first one of all or of its size, and whatever is read from the times."""
+    times = PassTimes()
+    for tokens in [1] * after + [4, 1, 4, 1, 4, 1, 1]:
+        paused = tokens == 4 and times.passes < 2
+        times.observe_pass(ONE, 1, tokens, true(tokens) + 100 * paused)
+    seconds = times.seconds(ONE, 1)
+    assert seconds[3] / seconds[0] < 1.3 * true(4) / true(1)
+
+
+def test_passes_over_drafts_are_measured_where_none_was_for_long() -> None:
+    times = PassTimes()
+    for _ in range(256):
+        assert not times.needs_drafted(ONE)
+        times.observe_pass(ONE, 1, 1, 0.01)
+    assert times.needs_drafted(ONE)
+    times.observe_pass(ONE, 1, 2, 0.01)
+    assert not times.needs_drafted(ONE)
+
+
+def test_the_next_start_is_told_nothing_of_what_was_measured_a_few_times(tmp_path: Path) -> None:
+    """A process beside others has measured three drafts, all of them disturbed."""
+    file = tmp_path / "times.json"
+    times = PassTimes(file=file)
+    for i in range(64):
+        times.observe_pass(ONE, 1, 1, true(1))
+        if i % 24 == 20:
+            times.observe_pass(ONE, 1, 4, 3 * true(4))
+            times.observe_draft("eagle", 1, 0.5, 0.001)
+    times.close()
+    again, fresh = PassTimes(file=file), PassTimes().seconds(ONE, 1)
+    seconds = again.seconds(ONE, 1)
+    assert seconds[0] == pytest.approx(true(1)) and seconds[3] / seconds[0] == pytest.approx(fresh[3] / fresh[0])
+    assert again.draft_seconds("eagle", 1, 0.001) == 0.001
 
 
 def test_the_next_start_knows_what_this_one_has_learned(tmp_path: Path) -> None:

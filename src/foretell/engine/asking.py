@@ -160,7 +160,8 @@ class Asking:
                 return []
             plain, reading = self._costs.at(0), self._costs.reading(source, which)[0]
             # The chances of drafts with scores are learned without a verification of those that do not pay.
-            forced = 0 if source.scored and not reading else TRIAL_NODES
+            cheap = source.scored and not reading and not self._costs.needs_drafted
+            forced = 0 if cheap else TRIAL_NODES
             lost = self._costs.at(forced) - plain + self._costs.drafting(source, TRIAL_REQUESTS)
             lost += reading * min(1, TRIAL_REQUESTS / len(which))
             if not trials.begin(self._step, lost / plain, forced, TRIAL_STEPS if source.reads else 1):

@@ -194,10 +194,10 @@ class Budget:
         # of a new drafter it is a start. A step that came late followed something else than the engine's own work.
         alike, late = bool(self._drafted) == self._drafts_before, time.between > time.total
         is_new = any(offer.step.source.is_new for offer in self._drafted)
-        if not load.is_decode or ((alike or is_new) and not late):
-            costs.learn_pass(tree.active_count, time)
-            if load.is_decode and not shared:
-                costs.learn_drafting([offer.step for offer in self._drafted], time.draft + time.between)
+        follows = not load.is_decode or ((alike or is_new) and not late)
+        costs.learn_pass(tree.active_count, time, follows)
+        if load.is_decode and not shared:
+            costs.learn_drafting([offer.step for offer in self._drafted], time.draft + time.between, follows)
         if load.is_decode:
             self._drafts_before = bool(self._drafted)
         for offer in self._drafted:

@@ -13,6 +13,8 @@ FINE = 2.0
 """Loads per factor of two in the number of requests."""
 _MOST_LEVELS = 8
 """Levels of a tree that are told apart."""
+_LEAST_KEPT = 8
+"""Times of a kind that the next start is told: fewer may all be disturbed."""
 
 
 def load_of(requests: int) -> int:
@@ -39,9 +41,19 @@ class Times:
         self.last.append(time)
         self._low = None
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the next start is told."""
+        return len(self.last) >= _LEAST_KEPT
+
     def keep(self, count: int) -> None:
         """Forget all but the last ones."""
         self.last = deque(list(self.last)[-count:], maxlen=WINDOW)
+        self._low = None
+
+    def limit(self, most: float) -> None:
+        """Let none count for more."""
+        self.last = deque((min(time, most) for time in self.last), maxlen=WINDOW)
         self._low = None
 
     def scale(self, factor: float) -> None:
@@ -97,6 +109,13 @@ class DraftTimes:
         known.setdefault(min(levels, _MOST_LEVELS), Times([expected] * guesses)).add(seconds)
         self._fitted.pop(load, None)
 
+    def limit(self, most: float) -> None:
+        """Let no time count for more."""
+        for known in self._loads.values():
+            for times in known.values():
+                times.limit(most)
+        self._fitted.clear()
+
     def _nearest(self, requests: int) -> tuple[int, float]:
         """The nearest measured load, and how many times its seconds a step for so many requests takes."""
         load = load_of(requests)
@@ -122,7 +141,9 @@ class DraftTimes:
         Raises:
             ValueError, TypeError, AttributeError: something else.
         """
-        return DraftTimes({int(r): {int(n): Times(w) for n, w in known.items()} for r, known in state.items()})
+        read = {int(r): {int(n): Times(w) for n, w in known.items()} for r, known in state.items()}
+        kept = {r: {n: times for n, times in known.items() if times.is_kept} for r, known in read.items()}
+        return DraftTimes({r: known for r, known in kept.items() if known})
 
 
 def low(times: Iterable[float]) -> float:

@@ -16,7 +16,16 @@ from jaxtyping import Float, Int
 
 from foretell.engine.draft_source import DraftSource
 from foretell.engine.measured import FINE, DraftTimes, Times, load_of, low, requests_of
-from foretell.engine.tuning import DRIFT_WINDOW, EXPECTED_TIMES, FOLLOWED, PLAIN_INTERVALS, PRIOR_SLOPE, WINDOW
+from foretell.engine.tuning import (
+    DRIFT_WINDOW,
+    EXPECTED_TIMES,
+    FOLLOWED,
+    MOST_DISTURBED,
+    MOST_UNSURE,
+    PLAIN_INTERVALS,
+    PRIOR_SLOPE,
+    WINDOW,
+)
 
 log = logging.getLogger(__name__)
 _FORMAT = "foretell pass times 3"
@@ -50,8 +59,8 @@ def load_key(requests: int, context: float) -> Key:
 class _Curve:
     """Measured over prior seconds of the passes of one load, by their tokens beyond one per request."""
 
-    start: list[float]
-    """Where it begins, by knot: those of the nearest load."""
+    start: list[float] | None
+    """Where it begins, by knot: those of the nearest load. None: none is known, and the first pass tells the unit."""
     windows: dict[int, Times] = field(default_factory=dict)
     """The last ones by knot."""
     steps: int = 0
@@ -70,15 +79,22 @@ class _Curve:
     def add(self, extra: int, ratio: float) -> bool:
         """Count a pass; whether the curve was fitted anew."""
         self.steps += 1
-        knot = _nearest(extra)
-        if knot not in self.windows:
+        knot, expected = _nearest(extra), float(self.ratios[extra])
+        knows_unit = 0 in self.windows or self.start is not None
+        if not knot and not knows_unit:
+            # The first plain pass tells whether those before it were disturbed.
+            for window in self.windows.values():
+                window.limit(MOST_UNSURE * ratio)
+            self.windows[0] = Times()
+        elif knot not in self.windows:
             # What the sizes around it say counts as some times of its own: a single one may be disturbed.
-            self.windows[knot] = Times([float(self.ratios[extra])] * EXPECTED_TIMES if self.windows else ())
+            self.windows[knot] = Times([expected] * EXPECTED_TIMES if self.windows else ())
         window = self.windows[knot]
         if self._is_rare(knot):
             # Of long ago, when the machine was another: what makes all sizes slower alike is not all that changes.
             window.keep(_KNOWN)
-        window.add(ratio)
+        # After a time far too long drafts may seem not to pay, and then nothing would correct it.
+        window.add(min(ratio, MOST_DISTURBED * expected) if knows_unit else ratio)
         self.seen[knot] = self.steps
         refits = len(window.last) < _REFIT or self.steps % _REFIT == 0
         if refits:
@@ -91,9 +107,10 @@ class _Curve:
     def fit(self) -> None:
         """Interpolate the deviations from the start between the knots that were measured."""
         self._follow_plain()
-        at, ratios = sorted(self.windows), np.array(self.start)
+        start = [1.0] * len(_KNOTS) if self.start is None else self.start
+        at, ratios = sorted(self.windows), np.array(start)
         if at:
-            deviation = [self.windows[knot].low / self.start[knot] for knot in at]
+            deviation = [self.windows[knot].low / start[knot] for knot in at]
             ratios = ratios * np.interp(_KNOTS, [_KNOTS[k] for k in at], deviation)
         self.ratios = np.interp(_SIZES, _KNOTS, ratios)
         self.seconds.clear()
@@ -173,6 +190,18 @@ class PassTimes:
             return True  # what was expected still counts for as much as what was measured
         return curve.steps - plain_at >= PLAIN_INTERVALS[0 in curve.windows]
 
+    def needs_drafted(self, key: Key) -> bool:
+        """Whether a pass over drafts should be measured: none was for long, and earlier ones may have been disturbed."""
+        curve = self._curves.get(key)
+        if self.fixed or curve is None:
+            return False
+        drafted_at = max((step for knot, step in curve.seen.items() if knot), default=0)
+        return curve.steps - drafted_at >= PLAIN_INTERVALS[1]
+
+    @property
+    def _knows_plain(self) -> bool:
+        return any(0 in curve.windows for curve in self._curves.values())
+
     def source(self, name: str) -> DraftSource:
         """What is known of a drafter."""
         return self._sources.setdefault(name, DraftSource(name))
@@ -197,6 +226,9 @@ class PassTimes:
             ratio, known = seconds / prior, curve.windows.get(_nearest(extra))
             if known is not None and len(known.last) >= _KNOWN:
                 self._follow_speed(ratio / known.low)
+            if not self._knows_plain and extra == 0:
+                for times in self._drafts.values():
+                    times.limit(seconds)  # the first guesses were quotients of passes that may have been disturbed
             self._curves[key] = curve
             if curve.add(extra, ratio / self.speed):
                 self._guessed.clear()
@@ -223,7 +255,7 @@ class PassTimes:
         known = self._curves.get(key) or self._guessed.get(key)
         if known is not None:
             return known
-        start = [1.0] * len(_KNOTS)
+        start = None
         if self._curves:
             nearest = min(self._curves, key=lambda k: abs(k[0] - key[0]) + FINE * abs(k[1] - key[1]))
             further = round(requests_of(key[0])) - round(requests_of(nearest[0]))
@@ -277,8 +309,9 @@ class PassTimes:
             log.warning("%s holds no times of passes: it is written anew", file)
             return
         for key, windows in curves.items():
-            kept = {knot: window for knot, window in windows.items() if window.last and 0 <= knot < len(_KNOTS)}
-            self._curves[key] = _Curve([1.0] * len(_KNOTS), kept)
+            kept = {k: window for k, window in windows.items() if window.is_kept and 0 <= k < len(_KNOTS)}
+            if 0 in kept:
+                self._curves[key] = _Curve(None, kept)
         self._drafts.update(drafts)
         self._sources = sources
 

@@ -76,6 +76,8 @@ class StepCosts:
         """Seconds of a token where mostly prompts are read; 0: they are not, or unknown."""
         self.measures = times.needs_plain(self.key) if load.is_decode else reads and not self._known
         """Whether the step is verified without drafts, so that its time is known."""
+        self.needs_drafted = load.is_decode and times.needs_drafted(self.key)
+        """Whether drafts are verified in a trial, so that the time of such a pass is known."""
         self.unread = dict[int, int]()
         """Tokens of requests that the drafter asked last has to read before it drafts."""
 
@@ -134,28 +136,36 @@ class StepCosts:
         steps = [max(1, min(self._load.left[i], HORIZON) / TOKENS_A_STEP) for i in which]
         return sum(seconds), sum(s / n for s, n in zip(seconds, steps, strict=True))
 
-    def learn_pass(self, tokens: int, time: StepTime) -> None:
-        """Learn the time of the pass, which had so many tokens."""
+    def learn_pass(self, tokens: int, time: StepTime, follows: bool) -> None:
+        """Learn the time of the pass, which had so many tokens. `follows`: its like; another time is a bound."""
         seconds = time.total - time.draft
         if self._load.is_decode:
-            self.times.observe_pass(self.key, self.requests, tokens, seconds)
+            if follows or seconds < self.times.speed * self.at(tokens - self.requests - self.first):
+                self.times.observe_pass(self.key, self.requests, tokens, seconds)
         elif self.first >= LEAST_PROMPT:
             expected = self.at(0) / (self.requests + self.first)
             self.times.observe_draft(_PROMPT, 1, seconds / tokens, expected)
 
-    def learn_drafting(self, asked: Sequence[DraftedStep], seconds: float) -> None:
-        """Learn the time of the drafter that was asked last, or of its reading: other times are known."""
+    def learn_drafting(self, asked: Sequence[DraftedStep], seconds: float, follows: bool = True) -> None:
+        """Learn the time of the drafter that was asked last, or of its reading: other times are known. `follows`: as
+        in `learn_pass`.
+        """
         if not self._known:
             return
         if not asked:
-            self.times.observe_draft(_HOST, self.requests, seconds, 0.0)
+            if follows:
+                self.times.observe_draft(_HOST, self.requests, seconds, 0.0)
             return
+        speed = self.times.speed
+        seconds /= speed
         *before, (source, requests, read, levels) = asked
         if any(other.read for other in before):
             return
         seconds -= self.host + sum(self.drafting(other.source, other.requests) for other in before)
         if not read:
-            self.times.observe_draft(source.name, requests, seconds, PRIOR_DRAFT * self._seconds[0], levels)
+            guess = PRIOR_DRAFT * self._seconds[0]
+            if follows or seconds < self.times.draft_seconds(source.name, requests, guess, levels):
+                self.times.observe_draft(source.name, requests, speed * seconds, guess, levels)
             return
         reading = seconds - self.drafting(source, requests)
         if reading < seconds / 2:
@@ -165,7 +175,8 @@ class StepCosts:
                 return
         # A single disturbed reading is not believed: after a time too long nothing is read, and nothing corrects it.
         guess = self._read_seconds(source)
-        self.times.observe_draft(source.reading, 1, max(0.0, reading) / read, guess, guesses=EXPECTED_TIMES)
+        if follows or reading < read * guess:
+            self.times.observe_draft(source.reading, 1, speed * max(0.0, reading) / read, guess, guesses=EXPECTED_TIMES)
 
     def _read_seconds(self, source: DraftSource) -> float:
         """Seconds in which a drafter reads a token."""

@@ -73,6 +73,10 @@ EXPECTED_TIMES = 2
 """Times that what is expected of a size counts for when it is seen first: a longer time is believed after six of it. A
 guess counts once: nothing was measured that it could follow from.
 """
+MOST_DISTURBED, MOST_UNSURE = 4.0, 1.5
+"""A time counts for at most this many times what is expected of its size: a pause of the process makes it any length.
+And those before the first plain pass, which tells what to expect: for so many times that.
+"""
 WINDOW = 64
 """Last times of a size that are kept."""
 DRIFT_WINDOW = 24
