@@ -191,7 +191,7 @@ class PassTimes:
         return curve.steps - plain_at >= PLAIN_INTERVALS[0 in curve.windows]
 
     def needs_drafted(self, key: Key) -> bool:
-        """Whether a pass over drafts should be measured: none was for long, and earlier ones may have been disturbed."""
+        """Whether a pass over drafts should be measured: none was for long, and earlier ones may be disturbed."""
         curve = self._curves.get(key)
         if self.fixed or curve is None:
             return False
