@@ -58,6 +58,10 @@ def evicting(policy: type[CachePolicy], on_kernels: bool) -> Runner:
     return EvictingRunner(with_config(on_kernels), policy(WHOLE))
 
 
+def packed_in_groups(numbers: str, on_kernels: bool) -> Runner:
+    return DecoderRunner(with_config(on_kernels, cache_dtype=numbers))
+
+
 def sparse(rule: NeuronRule, on_kernels: bool) -> Runner:
     rules = [rule] * CONFIG.layers
     if not on_kernels:
@@ -76,10 +80,7 @@ def predicted(units: int) -> Predictor:
 RUNS_AND_HEADS = PredictedNeurons(**vars(predicted(CONFIG.ffn // 32)), unit=32, heads=predicted(CONFIG.heads))
 NEUTRAL: Mapping[str, Callable[[bool], Runner]] = {
     **{policy.name: partial(evicting, policy) for policy in target_policies()},
-    **{
-        numbers: lambda on_kernels, numbers=numbers: DecoderRunner(with_config(on_kernels, cache_dtype=numbers))
-        for numbers in KIVI_BITS
-    },
+    **{numbers: partial(packed_in_groups, numbers) for numbers in KIVI_BITS},
     "thresholds of gates": partial(sparse, GateThreshold(-1.0)),
     "thresholds of inputs": partial(sparse, InputThresholds(0, 0, 0, 0)),
     "predicted neurons": partial(sparse, PredictedNeurons(**vars(predicted(CONFIG.ffn)))),

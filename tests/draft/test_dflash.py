@@ -269,13 +269,13 @@ def test_sweeps_over_a_block_end_at_its_greedy_chain(heads: str) -> None:
     drafter, depth = DFlashDrafter(network), network.depth
     with unchecked():
         (chain,) = drafted_paths(DynamicTree(depth, 1, depth), drafter, step)
-    wanted = list(max(chain, key=len))[1:]
+    longest: tuple[int, ...] = max(chain, key=len)
     guesses, slot = torch.zeros(depth, dtype=torch.int64), torch.arange(depth)
     for _ in range(depth):
         path = torch.cat([torch.tensor(text[-2:]), guesses]).expand(depth, -1)
         best = network.logits_after(drafter._blocks, Nodes(torch.zeros_like(slot), slot, path)).argmax(-1)
         guesses = best if network.token_of is None else network.token_of[best]
-    assert guesses.tolist() == wanted
+    assert guesses.tolist() == list(longest[1:])
 
 
 SHAPES = {"chain": Chain(3, draw=True), "tree": FixedTree(((0,), (1,), (0, 0), (0, 1), (1, 0)), draw=True)}
