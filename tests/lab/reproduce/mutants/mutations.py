@@ -253,19 +253,6 @@ def sure_by_rank(method: AnyMethod) -> AnyMethod:
     return method
 
 
-def last_place_first(method: AnyMethod) -> AnyMethod:
-    """What a block predicts of its last place is drafted first."""
-    draft = method.draft._draft
-
-    def reversed_(*arguments: Any) -> Any:
-        blocks = draft(*arguments)
-        return blocks._replace(logits=blocks.logits.flip(1), states=blocks.states.flip(1))
-
-    method.draft.grow_dynamic_tree = lambda *_: None
-    method.draft._draft = reversed_
-    return method
-
-
 class WorstKeys(Retrieval):
     """Sorts in the wrong direction: keeps the keys with the lowest scores, without the first and the last ones."""
 
@@ -333,5 +320,4 @@ MUTANTS: Mapping[str, Mutant] = {
     "copies of other tokens": Mutant(("hybrid_model",), copies_any_tokens),
     "equally sure of all tokens": Mutant(("eagle2",), equally_sure),
     "sure by rank alone": Mutant(("eagle2",), sure_by_rank),
-    "last place first": Mutant(("dflash",), last_place_first),
 }
