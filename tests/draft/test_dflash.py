@@ -2,6 +2,7 @@
 kernels grow the same trees.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -28,6 +29,7 @@ from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, FixedTree
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.block_layer import TwoTapConvolution
+from foretell.speculator.network.correction_base import Nodes
 from foretell.speculator.network.dflash import BlockPredictions, DFlash, DFlashConfig, even_layers
 from foretell.speculator.network.pack import DraftPrecision, pack_network
 from foretell.testing import TINY, tiny_decoder
@@ -224,6 +226,56 @@ def test_a_new_convolution_changes_nothing_and_then_mixes_neighbouring_slots() -
             if slot not in (0, 3):
                 expected = expected + (2 + earlier) * x[:, slot - 1, channel]
             torch.testing.assert_close(around.mix(x, before)[:, slot, channel], expected)
+
+
+SILENT = {
+    "selector": ("predecessor_codebook", "successor_codebook", "hidden_projection.weight"),
+    "domino": ("embed_proj.2.weight",),
+    "refiner": ("readout.weight",),
+}
+
+
+@pytest.mark.parametrize(("heads", "part"), [(heads, part) for heads, parts in SILENT.items() for part in parts])
+def test_a_head_that_adds_nothing_drafts_what_the_block_predicts(heads: str, part: str) -> None:
+    network, text = copy.deepcopy(network_of(heads)), random_tokens(12, seed=5)
+    assert network.correction is not None
+    step = after_prompt(target(), context_of(text), network.hidden_layers)
+    network.correction.get_parameter(part).data *= 30
+    with unchecked(), pytest.MonkeyPatch.context() as patch:
+        drafted = [drafted_paths(DynamicTree(4, 1, 4), DFlashDrafter(network), step)]
+        network.correction.get_parameter(part).data.zero_()
+        drafted.append(drafted_paths(DynamicTree(4, 1, 4), DFlashDrafter(network), step))
+        patch.setattr(network, "correction", None)
+        drafted.append(drafted_paths(DynamicTree(4, 1, 4), DFlashDrafter(network), step))
+    assert drafted[0] != drafted[1] == drafted[2]
+
+
+def test_a_lattice_of_one_candidate_drafts_what_the_block_predicts() -> None:
+    with unchecked(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(HEADS["lattice"]["correction"], "candidates", 1)
+        network, text = network_of.__wrapped__("lattice"), random_tokens(12, seed=5)
+        step = after_prompt(target(), context_of(text), network.hidden_layers)
+        found = drafted_paths(DynamicTree(4, 1, 4), DFlashDrafter(network), step)
+        patch.setattr(network, "correction", None)
+        assert found == drafted_paths(DynamicTree(4, 1, 4), DFlashDrafter(network), step)
+
+
+@pytest.mark.parametrize("heads", ["selector", "domino", "refiner", "lattice", "markov"])
+@torch.inference_mode()
+def test_sweeps_over_a_block_end_at_its_greedy_chain(heads: str) -> None:
+    """All slots are refined at once by the guesses before them, as other engines do; later guesses change nothing."""
+    network, text = network_of(heads), random_tokens(12, seed=5)
+    step = after_prompt(target(), context_of(text), network.hidden_layers)
+    drafter, depth = DFlashDrafter(network), network.depth
+    with unchecked():
+        (chain,) = drafted_paths(DynamicTree(depth, 1, depth), drafter, step)
+    longest: tuple[int, ...] = max(chain, key=len)
+    guesses, slot = torch.zeros(depth, dtype=torch.int64), torch.arange(depth)
+    for _ in range(depth):
+        path = torch.cat([torch.tensor(text[-2:]), guesses]).expand(depth, -1)
+        best = network.logits_after(drafter._blocks, Nodes(torch.zeros_like(slot), slot, path)).argmax(-1)
+        guesses = best if network.token_of is None else network.token_of[best]
+    assert guesses.tolist() == list(longest[1:])
 
 
 SHAPES = {"chain": Chain(3, draw=True), "tree": FixedTree(((0,), (1,), (0, 0), (0, 1), (1, 0)), draw=True)}

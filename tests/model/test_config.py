@@ -221,6 +221,15 @@ def test_rotary_tables_are_those_of_transformers(name: str, key: str, context: i
     torch.testing.assert_close(sin[:40], (angle.sin() * factor).float(), rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["linear", "llama3", "yarn", "yarn two mscales", "dynamic", "proportional whole"])
+def test_a_factor_of_one_scales_nothing(name: str) -> None:
+    sizes = {"model_type": "llama", **SIZES, "head_dim": 64, "rope_theta": 5e4, "max_position_embeddings": 256}
+    ropes = [from_hf({**sizes, "rope_scaling": r}).rope for r in ({**ROPES[name], "factor": 1.0}, ROPES["default"])]
+    scaled, plain = (rope_tables(rope, 64, 256) for rope in ropes if rope is not None)
+    for one, other in zip(scaled, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["default", "yarn"])
 def test_positions_of_images_change_nothing_for_text(kind: str) -> None:
     """Published Qwen3.5 checkpoints share the rotary dimensions out among time, height and width."""

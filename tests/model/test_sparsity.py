@@ -30,6 +30,7 @@ from foretell.model.block.sparsity import (
     first_neurons,
     sparse_decoder,
 )
+from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
@@ -172,6 +173,19 @@ def test_a_relu_model_that_reads_what_is_not_zero_is_that_of_transformers(
         np.testing.assert_allclose(logits, expected, atol=2e-4)
     if isinstance(network, NativeDecoder):
         assert network.neuron_counts is not None and 0.3 < network.neuron_counts.chosen_share() < 0.7
+
+
+def test_heads_that_a_token_does_not_choose_keep_its_keys_for_later_ones() -> None:
+    text, kept = random_tokens(TOKENS, 29), []
+    for network in (sparse(in_runs(0.5, 0.2), "float32"), packed("float32")):
+        runner = DecoderRunner(network)
+        runner.forward([0], chain_tree(text))
+        runner.commit(0, range(TOKENS))
+        assert isinstance(runner.cache, KVCache)
+        kept.append([runner.cache.read(layer, torch.tensor([0]), TOKENS) for layer in range(2)])
+    chosen, dense_ = kept
+    assert all(torch.equal(one, other) for one, other in zip(chosen[0], dense_[0], strict=True))
+    assert not torch.equal(chosen[1][0], dense_[1][0]) and bool(chosen[1][0].flatten(-1).ne(0).all())
 
 
 def test_first_neurons_are_views_and_equal_the_others_masked() -> None:

@@ -10,7 +10,7 @@ from foretell.catalogue.options.self_drafting import MatFormerDraftOptions, Spar
 from foretell.draft import SparseTargetDrafter
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.block.sparsity import FirstNeurons
-from foretell.model.kernels.structures import PREFIX_UNIT
+from foretell.model.kernels.structures import PREFIX_UNIT, prefix_size
 from foretell.model.offload.sparsity_file import read_sparsity
 from foretell.shape import Chain
 
@@ -38,8 +38,8 @@ def sparse_mlp_draft(context: BuildContext, options: SparseMlpDraftOptions) -> A
 def matformer_draft(context: BuildContext, options: MatFormerDraftOptions) -> AnyMethod:
     """The target with the first neurons of every layer drafts a chain."""
     config = require_network(context, "drafts with a part of the target's neurons").config
-    sizes = [options.neuron_share * config.ffn_of(i) for i in range(config.layers)]
-    rules = [FirstNeurons(max(1, int(size) // PREFIX_UNIT * PREFIX_UNIT or int(size))) for size in sizes]
+    sizes, share = [config.ffn_of(i) for i in range(config.layers)], options.neuron_share
+    rules = [FirstNeurons(prefix_size(share, n) if n > PREFIX_UNIT else max(1, int(share * n))) for n in sizes]
     return Method(
         SparseTargetDrafter(sparse_network(context, rules)),
         chain(options),

@@ -20,7 +20,7 @@ from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import Continuation
 from foretell.engine.method import AnyMethod, Method
-from foretell.lab.reproduce import Lab, LabRun, Run
+from foretell.lab.reproduce import Lab, LabRun, Run, claim_of
 from foretell.model.block.decoder import SkipSet
 from foretell.model.cache import layout
 from foretell.model.cache.policy import SINKS, Observed, Retrieval
@@ -237,6 +237,22 @@ def equally_sure(method: AnyMethod) -> AnyMethod:
     return method
 
 
+def sure_by_rank(method: AnyMethod) -> AnyMethod:
+    """A node's best, second, … child has the confidence that the fixed tree of the claim expects, in every place."""
+    best, (_, fixed) = method.draft.top_tokens, claim_of("eagle2").runs
+    rates = np.array(fixed.options_for(0)["acceptance"])
+
+    def by_rank(*arguments: Any) -> Any:
+        tokens = best(*arguments)
+        probability = np.zeros_like(tokens.probability)
+        probability[:, : len(rates)] = rates[: probability.shape[1]]
+        return replace(tokens, probability=probability)
+
+    method.draft.grow_dynamic_tree = lambda *_: None
+    method.draft.top_tokens = by_rank
+    return method
+
+
 class WorstKeys(Retrieval):
     """Sorts in the wrong direction: keeps the keys with the lowest scores, without the first and the last ones."""
 
@@ -303,4 +319,5 @@ MUTANTS: Mapping[str, Mutant] = {
     "first attention skipped": Mutant(("self_speculative",), world=first_attention_skipped),
     "copies of other tokens": Mutant(("hybrid_model",), copies_any_tokens),
     "equally sure of all tokens": Mutant(("eagle2",), equally_sure),
+    "sure by rank alone": Mutant(("eagle2",), sure_by_rank),
 }

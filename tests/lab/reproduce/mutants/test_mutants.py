@@ -35,13 +35,13 @@ CASES = [
 ]
 CONFIRMED = ("reproduced", "direction only")
 UNCONFIRMED = (
-    "recycling", "rest", "layer_skip", "self_speculative", "specinfer", "eagle", "eagle2", "blockwise", "dflash",
+    "recycling", "rest", "layer_skip", "self_speculative", "specinfer", "eagle", "blockwise", "dflash",
     "sparse_kv_draft",
 )  # fmt: skip
 """Claims that the right method does not confirm either, with so few prompts or a model of this size. The broken one has
 less of the effect all the same.
 """
-SIZES = {"lenience_lossy": (24, 1), "spectr": (24, 1), "lookahead": (48, 2), "jacobi": (64, 4)}
+SIZES = {"lenience_lossy": (24, 1), "spectr": (24, 1), "lookahead": (48, 2), "jacobi": (64, 4), "eagle2": (64, 4)}
 """Tokens of an answer and prompts of a category, where 24 and 2 are not right: claims at temperature 1 have four seeds
 of each prompt, and what grows with the answer needs longer ones.
 """
