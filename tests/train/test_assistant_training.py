@@ -18,6 +18,7 @@ from foretell.train.data.batch import Batch
 from foretell.train.data.features import compute_hidden_states
 from foretell.train.loop.measure import measure
 from foretell.train.loop.settings import TrainingSettings
+from foretell.train.recipe.mtp import AssistantRecipe
 from helpers import random_tokens, unchecked
 
 S, L = "sliding_attention", "full_attention"
@@ -69,6 +70,7 @@ def drafted(network: AssistantNetwork, kind: str, text: list[int]) -> list[torch
     """Logits of all steps at all positions of a text."""
     decoder, token = target(str(peer_of(kind)[1])).checkpoint.decoder(torch.float32), torch.tensor([text])
     recipe = task(wanted(kind, Path("new"))).recipe
+    assert isinstance(recipe, AssistantRecipe)
     (state,) = compute_hidden_states(decoder, token, recipe.hidden_layers)
     every = torch.ones(1, len(text) - 1, dtype=torch.bool)
     states = network(*recipe.inputs(Batch(token, F.pad(every, (1, 0)), (state,))), [every] * STEPS)
