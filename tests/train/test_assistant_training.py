@@ -145,7 +145,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"hidden=65: an assistant is at most as wide as its target \(64\)"):
         task(wanted("E2B", tmp_path, options={"hidden": "65"}))
     task(wanted("E2B", tmp_path)).recipe.save(tmp_path / "new")
-    command = ("generate", "Hi", "--model", peer_of("E2B")[1], "--method", "eagle3", "--draft-model", tmp_path / "new")
-    assert "of kind assistant, and this method drafts with one of kind eagle3" in expect_error(*command)
-    command = (*command[:4], "--method", "draft_model", *command[6:])
-    assert "drafts with draft models, and a speculator of another kind was named" in expect_error(*command)
+    common = ("generate", "Hi", "--model", peer_of("E2B")[1], "--draft-model", tmp_path / "new", "--method")
+    with unchecked():
+        said = [expect_error(*common, method) for method in ("eagle3", "draft_model")]
+    assert "of kind assistant, and this method drafts with one of kind eagle3" in said[0]
+    assert "drafts with draft models, and a speculator of another kind was named" in said[1]
