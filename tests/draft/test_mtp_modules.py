@@ -37,6 +37,7 @@ from foretell.model.run.network import Network
 from foretell.speculator.export import export
 from foretell.speculator.formats.base import Verifier
 from foretell.speculator.network.base import TargetInfo
+from foretell.speculator.network.mtp import MTPNetwork
 from foretell.train.recipe.base import RecipeSetup
 from foretell.train.recipe.mtp import MTPRecipe
 from helpers import TinyCheckpoint, chain_tree, context_of, random_tokens
@@ -173,6 +174,7 @@ def test_layers_to_train_are_those_of_the_checkpoint_and_are_written_as_they_wer
     states = oracle_of(kind)[0].model(text).last_hidden_state.detach()
     last = len(TEXT) - MODULES - 1
     wanted = [torch.arange(len(TEXT) - 1)[None] == last for _ in range(MODULES)]
+    assert isinstance(recipe.network, MTPNetwork)
     out = recipe.network(text, states, wanted)
     for k, state in enumerate(out):
         expected = reference(kind, TEXT[: last + 2], TEXT[last + 2 : last + 2 + k])

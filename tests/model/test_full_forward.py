@@ -7,8 +7,9 @@ import torch
 
 from foretell.model.block.decoder import Decoder
 from foretell.model.config.model import ModelConfig, RopeConfig
+from foretell.model.config.readers.hf import from_hf
 from foretell.model.training import chunked_attention
-from foretell.model.training.full_forward import full_forward
+from foretell.model.training.full_forward import CausalAttention, full_forward
 from foretell.testing import TINY, tiny_decoder, tiny_deepseek, tiny_gpt_oss, tiny_moe
 from helpers import all_logits, random_tokens
 
@@ -25,6 +26,12 @@ GEMMA = replace(
     attention_softcap=5.0,
 )
 SLIDING = replace(TINY, architecture="mistral", window=4, window_layers=(0, 1), qkv_bias=True)
+GEMMA4 = from_hf({
+    "model_type": "gemma4_text", "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "global_head_dim": 8, "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 40, "num_kv_shared_layers": 2, "max_position_embeddings": 64,
+})  # fmt: skip
 FAMILIES = [
     TINY,
     replace(TINY, architecture="qwen3", qk_norm=True),
@@ -33,12 +40,13 @@ FAMILIES = [
     tiny_moe(),
     tiny_gpt_oss(),
     tiny_deepseek(),
+    GEMMA4,
 ]
 
 
 def logits_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     x = decoder.embed(tokens.flatten()).view(*tokens.shape, -1)
-    out = full_forward(decoder, x).flatten(0, 1)
+    out = full_forward(decoder, x, token=tokens).flatten(0, 1)
     logits: torch.Tensor = decoder.logits(decoder.final_norm(out))
     return logits.view(*tokens.shape, -1)
 
@@ -77,6 +85,19 @@ def test_a_range_of_blocks_continues_where_another_ended() -> None:
     decoder = tiny_decoder()
     x = decoder.embed(torch.tensor(random_tokens(6, 7)))[None]
     torch.testing.assert_close(full_forward(decoder, full_forward(decoder, x, 0, 1), 1, 2), full_forward(decoder, x))
+
+
+def test_shared_keys_and_inputs_of_layers_continue_too() -> None:
+    decoder, token = tiny_decoder(GEMMA4), torch.tensor([random_tokens(9, GEMMA4.vocab)])
+    x, attention = decoder.embed(token[0])[None], CausalAttention(GEMMA4)
+    parts = x
+    for first, last in ((0, 2), (2, 3), (3, 4)):
+        parts = full_forward(decoder, parts, first, last, attention, token)
+    torch.testing.assert_close(parts, full_forward(decoder, x, token=token))
+    with pytest.raises(ValueError, match="per-layer inputs are not supported in this training"):
+        full_forward(decoder, x)
+    with pytest.raises(ValueError, match="share keys and values are not supported in this training"):
+        full_forward(decoder, x, 2, 3, token=token)
 
 
 def test_every_weight_of_a_block_gets_a_gradient() -> None:

@@ -73,6 +73,7 @@ def trained(kind: str, layers: int = 1) -> tuple[MTPNetwork, Verifier, RecipeSet
     setup = RecipeSetup(about, c, checkpoint.embedding_and_head(torch.float32), checkpoint,
                         options={"layers": str(layers)})  # fmt: skip
     network = MTPRecipe.build(setup).network
+    assert isinstance(network, MTPNetwork)
     torch.manual_seed(1)
     for parameter in network.parameters():
         parameter.data += torch.randn_like(parameter) * 0.1

@@ -12,7 +12,7 @@ from foretell.catalogue.options.feature_level import (
     FeatureTreeOptions,
     MLPSpeculatorOptions,
 )
-from foretell.catalogue.speculators import packed_speculator, trained_speculator
+from foretell.catalogue.speculators import packed_speculator, read_speculator, trained_speculator
 from foretell.draft import (
     AssistantDrafter,
     DFlashDrafter,
@@ -32,7 +32,7 @@ from foretell.shape import BeamSearch, Chain, DynamicTree, FixedTree, Shape, opt
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
-from foretell.speculator.network.mtp import MTPNetwork
+from foretell.speculator.network.mtp import AssistantNetwork, MTPNetwork
 from foretell.speculator.network.pack import describe_packed
 from foretell.speculator.network.redrafter import ReDrafter
 
@@ -91,6 +91,9 @@ def mtp(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
     if context.speculator is not None and is_assistant(context.speculator):
         return feature_method(AssistantDrafter(load_assistant(context.speculator, network)), options)
     if context.speculator is not None and context.speculator.is_dir():
+        given = read_speculator(context, context.speculator)
+        if isinstance(given, AssistantNetwork):
+            return feature_method(AssistantDrafter(given.to_assistant(network)), options)
         trained = trained_speculator(context, MTPNetwork.kind)
         assert isinstance(trained, MTPNetwork)
         return mtp_method(trained.to_layer(), options)

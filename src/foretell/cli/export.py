@@ -60,7 +60,7 @@ def export(
     """Write a trained speculator as vLLM, SGLang and the speculators library read it.
 
     speculators is for EAGLE-3, P-EAGLE, DFlash and mtp, eagle3 for EAGLE-3, gguf for EAGLE-3, DFlash and multi-token
-    prediction in llama.cpp, eagle for EAGLE-1 and 2, hf for draft models, PARD and mtp; see docs/formats.md.
+    prediction in llama.cpp, eagle for EAGLE-1 and 2, hf for draft models, PARD, mtp and assistant; see docs/formats.md.
     """
     find_exports(format_name)
     require_empty(out)

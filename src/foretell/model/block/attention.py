@@ -37,7 +37,7 @@ class AttentionBackend(ABC):
         Raises:
             ValueError: it is not supported here.
         """
-        raise ValueError("layers that share keys and values are not supported in training: only in decoding")
+        raise ValueError("layers that share keys and values are not supported in this training")
 
     def rotate_and_attend(
         self,

@@ -169,7 +169,7 @@ class DecoderLayer(nn.Module, ABC):
         """
         q, k, v = self._rotated(self.layer_modules.qkv(x), sizes, angles)
         if k is None or v is None:
-            raise ValueError("layers that share keys and values are not supported in training: only in decoding")
+            raise ValueError("layers that share keys and values are not supported in this training")
         return q, k, v
 
     def _rotated(
@@ -312,14 +312,20 @@ class DecoderBlock(DecoderLayer):
         """
         if self.layer_input is not None:
             if inputs is None:
-                raise ValueError("models with per-layer inputs are not supported in training: only in decoding")
+                raise ValueError("models with per-layer inputs are not supported in this training")
             x = self.layer_input(x, inputs)
         x = centered(x) if self.centered else x
         return x if self.scale == 1 else x * self.scale
 
     def forward(
-        self, x: Stream, sizes: HeadSizes, angles: RopeAngles | None, layer: int, attention: AttentionBackend
+        self,
+        x: Stream,
+        sizes: HeadSizes,
+        angles: RopeAngles | None,
+        layer: int,
+        attention: AttentionBackend,
+        inputs: Float[torch.Tensor, "*t w"] | None = None,
     ) -> Stream:
-        """The residual stream after the block."""
+        """The residual stream after the block; `inputs`: the layer's own."""
         after = self.add_attention(x, self.attention_input(x), sizes, angles, layer, attention)
-        return self.finish(self.add_mlp(after, x)[0])
+        return self.finish(self.add_mlp(after, x)[0], inputs)

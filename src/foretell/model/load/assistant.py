@@ -59,16 +59,26 @@ def load_assistant(folder: Path, target: Network) -> Assistant:
     if folder.is_file():
         file = _AssistantFile(folder)
         read = Fields({"backbone_hidden_size": file.metadata.get(f"{_TARGETS_KIND}.embedding_length_out")}, str(folder))
-        config, sources = _config(read, gguf_config(file), target.config, folder)
+        config = assistant_config(read, gguf_config(file), target.config)
         weights = _AssistantWeights(file, config)
     else:
         read = Fields(read_json(folder / _CONFIG), str(folder / _CONFIG))
         refuse_other_keys(read, _KEYS)
         text = {"hidden_size_per_layer_input": 0, **read.fields("text_config").raw, "num_kv_shared_layers": 0}
-        config, sources = _config(read, from_hf(text, read.source), target.config, folder)
+        config = assistant_config(read, from_hf(text, read.source), target.config)
         weights = stored = SafetensorsWeights(folder)
         stored.check_layers(config.layers)
         stored.check_tensors(config)
+    return run_assistant(read, config, weights, target)
+
+
+def run_assistant(read: Fields, config: ModelConfig, weights: Weights, target: Network) -> Assistant:
+    """The assistant of these weights; `read`: its configuration as published.
+
+    Raises:
+        ValueError: a tensor is missing, or the target is not in memory as a whole.
+    """
+    sources = tuple(layer - config.layers for layer in config.kv_layers)
     norm = RMSNorm(weights.require("model.norm.weight", config.hidden).to(target.device), config.norm_eps)
     if not isinstance(target, NativeDecoder | Decoder):
         raise ValueError("mtp needs the whole model in memory; run it without a memory limit, or use another method")
@@ -110,10 +120,14 @@ class _AssistantWeights(GGUFWeights):
         return name in (*_PROJECTIONS.values(), *_GROUPS) or super()._can_be_left(name)
 
 
-def _config(read: Fields, own: ModelConfig, target: ModelConfig, folder: Path) -> tuple[ModelConfig, tuple[int, ...]]:
-    """The configuration of its layers, of which `own` has the sizes, and the target's layer whose keys and values each
-    of them reads: the last one of its kind that has its own.
+def assistant_config(read: Fields, own: ModelConfig, target: ModelConfig) -> ModelConfig:
+    """The configuration of layers with the sizes of `own`. Each reads the keys and values of the target's last layer of
+    its kind that has its own.
+
+    Raises:
+        ValueError: they are of another target.
     """
+    folder = read.source.removesuffix(f"/{_CONFIG}")
     if target.local_head_dim == 0:
         raise ValueError(
             f"{folder}: an assistant of Gemma 4, and the target is {target.architecture}; use it with its own target"
@@ -130,16 +144,14 @@ def _config(read: Fields, own: ModelConfig, target: ModelConfig, folder: Path) -
     kinds = [own.window_of(i) > 0 for i in range(own.layers)]
     if not set(kinds) <= set(last):
         raise ValueError(f"{folder}: an assistant of another model: the target has no layers of one of its kinds")
-    sources = tuple(last[kind] for kind in kinds)
-    config = replace(
+    return replace(
         own,
         kv_heads=target.kv_heads,
         local_kv_heads=target.local_kv_heads,
-        kv_layers=tuple(own.layers + source for source in sources),
+        kv_layers=tuple(own.layers + last[kind] for kind in kinds),
         context=target.context,
         cache_dtype=target.cache_dtype,
     )
-    return config, sources
 
 
 def _native(config: ModelConfig, weights: Weights, target: Network, sources: tuple[int, ...]) -> Blocks:

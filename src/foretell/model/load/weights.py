@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -166,6 +166,17 @@ class Weights(ABC):
         """Return the files' memory pages to the system; later calls of `get` read them again."""
         for file in self.mapped:
             file.release_pages()
+
+
+class NamedWeights(Weights):
+    """Tensors in memory."""
+
+    def __init__(self, source: str, tensors: Mapping[str, Tensor]) -> None:
+        self.source, self._tensors = source, tensors
+
+    def get(self, name: str) -> Shaped[Tensor, "*shape"] | None:
+        """The tensor of this name, or None."""
+        return self._tensors.get(name)
 
 
 class DelegatedWeights(Weights):

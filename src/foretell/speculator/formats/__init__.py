@@ -53,6 +53,7 @@ EXPORTS: Sequence[ExportFormat] = (
     draft_model.HF_PARD,
     mtp.TO_SPECULATORS,
     mtp.HF,
+    mtp.ASSISTANT,
 )
 """Formats that are written."""
 

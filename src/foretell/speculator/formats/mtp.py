@@ -36,7 +36,7 @@ from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.formats.keys import LIBRARY
 from foretell.speculator.formats.layers import library_layer
 from foretell.speculator.network.base import Speculator, TargetInfo
-from foretell.speculator.network.mtp import NORMS, MTPConfig, MTPNetwork
+from foretell.speculator.network.mtp import NORMS, AssistantNetwork, MTPConfig, MTPNetwork
 
 _AT = "mtp_layers.0."
 _LIBRARY = PredictionNames(
@@ -123,8 +123,36 @@ def _read_library(
     return ConvertedCheckpoint(config, network.state_dict())
 
 
+def _rope(rope: RopeConfig | None) -> dict[str, Any]:
+    if rope is None or rope.divisors or rope.factor != 1:
+        raise ValueError("the rotary positions of a target in GGUF, or scaled ones, have no place in this format")
+    return {"rope_type": rope.kind, "rope_theta": rope.theta, "partial_rotary_factor": rope.fraction}
+
+
+def _write_assistant(network: Speculator, verifier: Verifier, folder: Path) -> None:
+    assert isinstance(network, AssistantNetwork)
+    c, full, sliding = network.model, "full_attention", "sliding_attention"
+    text = {
+        "model_type": c.architecture, "vocab_size": c.vocab, "hidden_size": c.hidden, "intermediate_size": c.ffn,
+        "num_hidden_layers": c.layers, "num_kv_shared_layers": c.layers, "num_attention_heads": c.heads,
+        "num_key_value_heads": c.local_kv_heads, "num_global_key_value_heads": c.kv_heads, "head_dim": c.local_head_dim,
+        "global_head_dim": c.head_dim, "attention_k_eq_v": c.values_are_keys, "attention_bias": c.qkv_bias,
+        "rms_norm_eps": c.norm_eps, "sliding_window": c.window, "max_position_embeddings": c.context,
+        "layer_types": [sliding if c.window_of(i) else full for i in range(c.layers)],
+        "rope_parameters": {full: _rope(c.rope), sliding: _rope(c.local_rope)}, "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0, "bos_token_id": c.bos, "eos_token_id": list(c.eos),
+    }  # fmt: skip
+    raw = {
+        "architectures": [f"Gemma4{'Unified' * ('unified' in c.architecture)}AssistantForCausalLM"],
+        "model_type": c.architecture.replace("_text", "_assistant"), "text_config": text, "tie_word_embeddings": True,
+        "backbone_hidden_size": network.target_info.hidden, "torch_dtype": dtype_name(network),
+    }  # fmt: skip
+    write_checkpoint(folder, raw, network.tensors())
+
+
 SPECULATORS = CheckpointFormat(
     "speculators-mtp", lambda files: files.config.get("speculators_model_type") == "mtp", _read_library
 )
 TO_SPECULATORS = ExportFormat("speculators", "mtp", _write_library)
 HF = ExportFormat("hf", "mtp", _write_hf)
+ASSISTANT = ExportFormat("hf", "assistant", _write_assistant)

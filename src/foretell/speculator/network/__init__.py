@@ -13,7 +13,7 @@ from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmb
 from foretell.speculator.network.masked_diffusion import MaskedDiffusion, MaskedDiffusionConfig
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from foretell.speculator.network.mtp import MTPConfig, MTPNetwork
+from foretell.speculator.network.mtp import AssistantConfig, AssistantNetwork, MTPConfig, MTPNetwork
 from foretell.speculator.network.p_eagle import PEagle, PEagleConfig
 from foretell.speculator.network.pard import PardConfig, PardNetwork
 from foretell.speculator.network.redrafter import ReDrafter, ReDrafterConfig
@@ -21,6 +21,7 @@ from foretell.speculator.network.uno import UnoAdapters, UnoConfig
 
 NETWORKS: Mapping[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
     "apar": (AparConfig, AparAdapters),
+    "assistant": (AssistantConfig, AssistantNetwork),
     "blockwise": (BlockwiseConfig, Blockwise),
     "dflash": (DFlashConfig, DFlash),
     "draft_model": (DraftModelConfig, DraftNetwork),

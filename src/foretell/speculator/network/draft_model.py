@@ -21,7 +21,7 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
 from foretell.model.load.build import build_block
-from foretell.model.load.weights import Weights
+from foretell.model.load.weights import NamedWeights
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
 from foretell.model.run.vocabulary import ReducedVocabulary
@@ -35,7 +35,7 @@ _INIT_STD = 0.02
 class DraftModelConfig(SpeculatorConfig):
     """Configuration of a trained draft model."""
 
-    kind: Literal["draft_model", "pard", "mtp"] = "draft_model"
+    kind: Literal["draft_model", "pard", "mtp", "assistant"] = "draft_model"
     model: ModelConfig
     """A decoder of the target's width, with fewer layers."""
     blocks: tuple[int, ...] = Field(
@@ -162,18 +162,12 @@ class DraftNetwork(Speculator):
         return DecoderRunner(self.to_network(precision))
 
 
-class _BlankWeights(Weights):
+class _BlankWeights(NamedWeights):
     """Matrices and biases of zeros, norms of ones, to be overwritten by a checkpoint or the target's weights."""
-
-    source = "blank weights"
-
-    def get(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
-        """None: there are no optional tensors."""
-        return None
 
     def require(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
         """A tensor of this shape."""
-        return torch.ones(*shape) if "norm" in name else torch.zeros(*shape)
+        return torch.ones(*shape) if "norm" in name or name.endswith("layer_scalar") else torch.zeros(*shape)
 
 
 class BlockRopes(nn.Module):
@@ -193,7 +187,7 @@ class BlockRopes(nn.Module):
 
 def blank_blocks(config: ModelConfig) -> nn.ModuleList:
     """The blocks of a decoder in float32, matrices of zeros and norms of ones."""
-    blank, cpu = _BlankWeights(), torch.device("cpu")
+    blank, cpu = _BlankWeights("blank weights", {}), torch.device("cpu")
     return nn.ModuleList(build_block(config, i, blank, torch.float32, cpu) for i in range(config.layers))
 
 

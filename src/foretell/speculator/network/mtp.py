@@ -1,8 +1,9 @@
 """Layers of multi-token prediction that are trained apart from their target (DeepSeek-V3, arXiv 2412.19437; FastMTP,
-arXiv 2509.18362).
+arXiv 2509.18362), and Gemma 4's assistant.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -14,15 +15,23 @@ from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.block.layer import RMSNorm
 from foretell.model.block.linear import Linear
+from foretell.model.block.modules import to_weights
+from foretell.model.block.weights import tensors_of
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.structures import Precision
+from foretell.model.load.assistant import run_assistant
 from foretell.model.load.mtp import PublishedLayer
+from foretell.model.load.weights import EMBEDDING, NamedWeights
+from foretell.model.run.assistant import Assistant
 from foretell.model.run.mtp import MTPLayer, MTPModule
+from foretell.model.run.network import Network
 from foretell.model.run.vocabulary import ReducedVocabulary
-from foretell.model.training.full_forward import forward_blocks
+from foretell.model.training.chunked_attention import KeyValue
+from foretell.model.training.full_forward import CausalAttention, forward_blocks
 from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork
+from foretell.utils.validation import Fields
 
 NORMS = ("norm", "embedding_norm", "hidden_norm")
 """Norms of a layer beside those of its block."""
@@ -122,3 +131,63 @@ class MTPNetwork(DraftNetwork):
 
         network = run if self.token_of is None else ReducedVocabulary(run, self.token_of)
         return MTPLayer(network, [part(own) for own in self.parts], self.target_info.layers + 1)
+
+
+class AssistantConfig(DraftModelConfig):
+    """Configuration of an assistant, whose layers `model` read keys and values of layers numbered after them."""
+
+    kind: Literal["assistant"] = "assistant"
+
+
+class AssistantNetwork(DraftNetwork):
+    """A small decoder with a head of its own; see `Assistant`, which runs it."""
+
+    kind = "assistant"
+    config: AssistantConfig
+    layers = 1
+    """Its layers predict one token after the other together."""
+
+    def __init__(self, config: AssistantConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
+        width, d = config.model.hidden, config.target.hidden
+        self.softcap = 0.0  # its logits have no bound
+        self.combine, self.project = Linear(torch.zeros(width, 2 * d)), Linear(torch.zeros(d, width))
+        self.head = nn.Parameter(torch.zeros(config.target.vocab, width))
+        self.requires_grad_(True)
+
+    def forward(  # type: ignore[override]
+        self,
+        token: Int[torch.Tensor, "b s"],
+        state: Float[torch.Tensor, "b s d"],
+        keys: Mapping[int, KeyValue],
+        wanted: Sequence[Bool[torch.Tensor, "b t"]],
+    ) -> tuple[Float[torch.Tensor, "_ h"], ...]:
+        """Inputs of the output head in every step, from the inputs of the target's head and the keys and values of each
+        layer of `kv_layers`; `wanted` as of `MTPNetwork`. Step `i` reads at position `j` token `j + 1 + i` and the
+        state of the step before. All steps stand at position `j + 1`, and see the keys up to position `j`.
+        """
+        length, hidden, out = token.shape[1] - 1, state[:, :-1], list[torch.Tensor]()
+        kept = {layer: (k[:, :length], v[:, :length]) for layer, (k, v) in keys.items()}
+        attention = CausalAttention(replace(self.model, window=self.model.window - 1), kept=kept)
+        position, token = torch.arange(1, length + 1, device=token.device), F.pad(token, (0, len(wanted)))
+        for i, mask in enumerate(wanted):
+            x = self.combine(torch.cat((self.embed(token[:, i + 1 : i + 1 + length]), hidden.to(self.dtype)), -1))
+            x = self.norm(forward_blocks(self.blocks, self.model, self.ropes(), x, 0, attention, position))
+            hidden = self.project(x)
+            out.append(x[mask])
+        return tuple(out)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its weights by their published names."""
+        tensors: dict[str, torch.Tensor] = {EMBEDDING: self.lm_head, "model.norm.weight": self.norm.weight}
+        tensors |= {"pre_projection.weight": self.combine.weight, "post_projection.weight": self.project.weight}
+        for i, block in enumerate(self.blocks):
+            tensors |= tensors_of(self.model, i, to_weights(block))
+            tensors[f"model.layers.{i}.layer_scalar"] = torch.ones(1)
+        return {name: tensor.detach().to(self.dtype) for name, tensor in tensors.items()}
+
+    def to_assistant(self, target: Network) -> Assistant:
+        """A copy for drafting."""
+        config = replace(self.model, context=target.config.context, cache_dtype=target.config.cache_dtype)
+        weights = NamedWeights("an assistant in memory", self.tensors())
+        return run_assistant(Fields({}, weights.source), config, weights, target)

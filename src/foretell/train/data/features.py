@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from foretell.model.block.decoder import Decoder
 from foretell.model.config.model import ModelConfig
-from foretell.model.training.full_forward import full_forward
+from foretell.model.training.full_forward import CausalAttention, full_forward
 from foretell.train.data.hidden_state_cache import HiddenStateCache
 
 _WIDTH_MULTIPLE = 16
@@ -51,17 +51,20 @@ def parse_hidden_layers(text: str, highest: int, option: str) -> tuple[int, ...]
 
 @torch.no_grad()
 def compute_hidden_states(
-    decoder: Decoder, token: Int[torch.Tensor, "b s"], hidden_layers: Sequence[int]
+    decoder: Decoder,
+    token: Int[torch.Tensor, "b s"],
+    hidden_layers: Sequence[int],
+    attention: CausalAttention | None = None,
 ) -> tuple[Float[torch.Tensor, "b s d"], ...]:
     """Hidden states of the target for whole sequences, padded at the end, in the dtype of its weights, without a KV
     cache.
 
     Layers are numbered as in `Runner.forward`.
     """
-    layers, done = decoder.config.layers, 0
+    layers, done, attention = decoder.config.layers, 0, attention or CausalAttention(decoder.config)
     x, states = decoder.embed(token.reshape(-1)).view(*token.shape, -1), dict[int, torch.Tensor]()
     for stop in sorted({min(t, layers) for t in hidden_layers}):
-        x = full_forward(decoder, x, done, stop)
+        x = full_forward(decoder, x, done, stop, attention, token)
         states[stop], done = x, stop
     if layers + 1 in hidden_layers:
         states[layers + 1] = decoder.final_norm(x)

@@ -12,13 +12,14 @@ from foretell.train.recipe.look_ahead import LookAheadRecipe
 from foretell.train.recipe.masked_diffusion import MaskedDiffusionRecipe
 from foretell.train.recipe.medusa import MedusaRecipe
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe, ReDrafterRecipe
-from foretell.train.recipe.mtp import MTPRecipe
+from foretell.train.recipe.mtp import AssistantRecipe, MTPRecipe
 from foretell.train.recipe.p_eagle import PEagleRecipe
 from foretell.train.recipe.pard import PardRecipe
 from foretell.train.recipe.uno import UnoRecipe
 
 RECIPES: Mapping[str, type[Recipe]] = {
     "apar": AparRecipe,
+    "assistant": AssistantRecipe,
     "blockwise": BlockwiseRecipe,
     "dflash": DFlashRecipe,
     "draft_model": DraftModelRecipe,
