@@ -213,6 +213,9 @@ def check(
         subprocess.run([sys.executable, "-m", "foretell", "export", export.speculator, *common], check=True)
         if inside:
             shutil.copytree(target, folder, dirs_exist_ok=True)
+            files = {f.name: load_file(f) for f in folder.glob("*.safetensors")}
+            index = {"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     drafts = {"num_speculative_tokens": export.steps} | export.config
     if inside:
         job, model = job | {"model": str(folder)}, load(str(folder), "float32")

@@ -115,7 +115,7 @@ def before_final_norm(network: E, verifier: Verifier) -> E:
     out.fc_norm[place].register_parameter("weight", nn.Parameter(scale * factor.to(scale)))
     if isinstance(out, PEagle):
         # Of the mask's state the direction stays; its length after the norm is up to the norm. No factor is zero then.
-        masks = out.mask_states.detach().unflatten(0, (-1, len(factor))).clone()
+        masks = out.mask_states.detach().clone().view(-1, len(factor))
         masks[place] *= (factor / (factor.square() + 1e-3)).to(masks)
         out.register_parameter("mask_states", nn.Parameter(masks.flatten()))
     return out
