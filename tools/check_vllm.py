@@ -5,6 +5,7 @@ as vLLM's own retrieval. Prints the tables of docs/formats.md and docs/howto/sca
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from foretell.api import Model
@@ -57,19 +59,25 @@ EXPORTS = (
 )
 METHODS = {"p_eagle": ("speculators", {"method": "eagle3", "parallel_drafting": True})}
 METHODS |= {"dflash": ("speculators", {"method": "dflash"}), "eagle3": ("speculators", {"method": "eagle3"})}
+METHODS |= {"mtp": ("hf", {"method": "mtp"})}
 """Formats and options for speculators of one's own, by kind."""
 
 
 def main() -> None:
     """Print the table; exit with a sentence where an export differs."""
     asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("--vllm", required=True, help="Python of vLLM's environment")
+    asked.add_argument("--vllm", default=".venv-vllm/bin/python", help="Python of vLLM's environment")
     asked.add_argument("--out", type=Path, default=Path("build/vllm"))
     asked.add_argument("--tokens", type=int, default=64)
     asked.add_argument("--speculator", action="append", default=[], metavar="DIR", help="a trained one, too")
+    asked.add_argument("--models", action="store_true", help="only write the target, and the same as a GLM-4 MoE")
     options = asked.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     target = target_directory(options.out / "target")
+    glm = glm_directory(target, options.out / "glm")
+    if options.models:
+        print(f"{target}\n{glm}")
+        return
     model = load(str(target), "float32")
     prompts = [model.tokens(prompt) for prompt in (*PROMPTS, *MORE)]
     job = {"model": str(target), "context": CONTEXT, "tokens": options.tokens, "prompts": prompts}
@@ -134,6 +142,40 @@ def target_directory(folder: Path) -> Path:
     return folder.absolute()
 
 
+def glm_directory(target: Path, folder: Path) -> Path:
+    """The same model as a GLM-4 MoE, which vLLM drafts for by multi-token prediction: the last layer's neurons are its
+    shared expert, and its routed experts give nothing.
+    """
+    if not (folder / "config.json").is_file():
+        config = json.loads((target / "config.json").read_text())
+        tensors = load_file(target / "model.safetensors")
+        last, hidden, part = config["num_hidden_layers"] - 1, config["hidden_size"], config["intermediate_size"] // 8
+        at, drawn = f"model.layers.{last}.mlp.", torch.Generator().manual_seed(0)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            tensors[f"{at}shared_experts.{name}.weight"] = tensors.pop(f"{at}{name}.weight")
+            for k in range(2):
+                shape = (hidden, part) if name == "down_proj" else (part, hidden)
+                drawn_weights = torch.randn(shape, generator=drawn) * hidden**-0.5 * (name != "down_proj")
+                tensors[f"{at}experts.{k}.{name}.weight"] = drawn_weights
+        tensors[f"{at}gate.weight"] = torch.randn((2, hidden), generator=drawn) * hidden**-0.5
+        tensors[f"{at}gate.e_score_correction_bias"] = torch.zeros(2)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+            shutil.copy(target / file, folder)
+        theta = (config.get("rope_parameters") or config)["rope_theta"]
+        config |= {
+            "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "tie_word_embeddings": False,
+            "attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": last, "n_routed_experts": 2,
+            "num_experts_per_tok": 1, "n_shared_experts": 8, "moe_intermediate_size": part, "n_group": 1,
+            "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 1.0},
+        }  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder.absolute()
+
+
 def own(folders: list[str]) -> list[Export]:
     """The exports of speculators in these directories."""
     exports = []
@@ -164,11 +206,21 @@ def check(
 ) -> bool:
     """Whether vLLM runs an export as it is run here; prints a row."""
     name = f"{Path(export.speculator).name}-{export.format}"
-    folder = options.out / name
+    folder, inside = (options.out / name).absolute(), export.method == "mtp"
     if not folder.is_dir():
-        common = ("--format", export.format, "--out", folder, "--model", job["model"], "--dtype", "float32")
+        target = options.out / "glm" if inside else job["model"]
+        common = ("--format", export.format, "--out", folder, "--model", target, "--dtype", "float32")
         subprocess.run([sys.executable, "-m", "foretell", "export", export.speculator, *common], check=True)
-    drafts = {"model": str(folder.absolute()), "num_speculative_tokens": export.steps} | export.config
+        if inside:
+            shutil.copytree(target, folder, dirs_exist_ok=True)
+            files = {f.name: load_file(f) for f in folder.glob("*.safetensors")}
+            index = {"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    drafts = {"num_speculative_tokens": export.steps} | export.config
+    if inside:
+        job, model = job | {"model": str(folder)}, load(str(folder), "float32")
+    else:
+        drafts["model"] = str(folder)
     theirs = answers(options, name, job | {"speculative_config": drafts})
     if not theirs:
         print(f"| {export.speculator} | {export.format} | fails: see {options.out / name}.log | | |", flush=True)
@@ -176,7 +228,7 @@ def check(
     chain = {"speculative_tree": [[0] * length for length in range(1, export.steps + 1)]}
     chain = {"num_speculative_tokens": export.steps} if export.method == "draft_model" else chain
     draft = load(str(folder), "float32") if export.method == "draft_model" else folder
-    method = model.method(export.method, chain, drafts=[draft])
+    method = model.method(export.method, chain, drafts=[] if inside else [draft])
     ours = model.generate([*PROMPTS, *MORE], method, max_new_tokens=job["tokens"], rows=1)
     # The pass over a prompt has no drafts; vLLM counts those that have.
     passes = sum(a.statistics.target_passes - 1 for a in ours)

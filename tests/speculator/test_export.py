@@ -24,6 +24,7 @@ from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, Eagle
 from foretell.speculator.network.layer import TrainingTimeTestAttention
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from foretell.speculator.network.p_eagle import PEagle, PEagleConfig
 from foretell.testing import letter_codec
 from helpers import all_logits
 
@@ -51,8 +52,9 @@ def eagle3(**more: Any) -> Eagle3:
         "context": 64,
         "hidden_layers": (1, 3, 5),
     }
-    config = EagleConfig(target=CARD, **(sizes | {"draft_vocab": len(KEPT)} | more))
-    network = random(Eagle3(config, embedding_and_head()))
+    values, lent = sizes | {"target": CARD, "draft_vocab": len(KEPT)} | more, embedding_and_head()
+    masked = values.get("kind") == "p_eagle"
+    network = random(PEagle(PEagleConfig(**values), lent) if masked else Eagle3(EagleConfig(**values), lent))
     assert isinstance(network, Eagle3)
     return network
 
@@ -165,10 +167,13 @@ def test_the_raw_layout_of_eagle3(tmp_path: Path) -> None:
     assert "midlayer.hidden_norm.weight" in tensors and not tensors["d2t"].any() and tensors["t2d"].all()
 
 
-@pytest.mark.parametrize("format_name", ["speculators", "eagle3"])
-def test_the_state_after_the_final_norm_is_read_before_it(tmp_path: Path, format_name: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "format_name"), [(Eagle3, "speculators"), (Eagle3, "eagle3"), (PEagle, "speculators")]
+)
+def test_the_state_after_the_final_norm_is_read_before_it(tmp_path: Path, kind: type[Eagle3], format_name: str) -> None:
     """For the norms that RMS norms have: states of one length, where the conversion loses nothing but rounding."""
-    network = eagle3(fc_norm=True, hidden_layers=(1, LAYERS + 1))
+    network = eagle3(fc_norm=True, hidden_layers=(1, LAYERS + 1), **({} if kind is Eagle3 else {"kind": "p_eagle"}))
+    assert type(network) is kind
     for norm in network.fc_norm or ():
         norm.get_parameter("weight").data.abs_()
     before = [torch.nn.functional.rms_norm(matrix(40, D, seed=60 + i), (D,)) for i in range(2)]
@@ -181,6 +186,9 @@ def test_the_state_after_the_final_norm_is_read_before_it(tmp_path: Path, format
     assert isinstance(again, Eagle3) and again.hidden_layers == (1, LAYERS)
     ours, theirs = (n.fuse(torch.cat([known[t] for t in n.hidden_layers], -1)) for n in (network, again))
     torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-4)
+    if isinstance(network, PEagle) and isinstance(again, PEagle):
+        ours, theirs = (n.fuse(n.mask_states) for n in (network, again))
+        torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-4)
     unlike = replace(VERIFIER, states=lambda layers: [matrix(40, D, seed=t) for t in layers])
     with pytest.raises(ValueError, match="which is no RMS norm"):
         export(network, unlike, format_name, tmp_path / "other")

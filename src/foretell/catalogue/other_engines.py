@@ -56,7 +56,8 @@ def context_of_texts(rows: Sequence[int], texts: Sequence[TokenBuffer], max_dept
 
 def output_without_logits(tree: TokenTree, vocab: int) -> ModelOutput:
     """The output of a pass over a tree of which no logits are known."""
-    return ModelOutput(torch.empty(0, vocab), np.full(tree.token.shape, -1, np.int64))
+    none, no_state = (np.full(tree.token.shape, -1, np.int64) for _ in range(2))
+    return ModelOutput(torch.empty(0, vocab), none, hidden_index=no_state)
 
 
 def _text(file: object) -> str:

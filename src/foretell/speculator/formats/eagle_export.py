@@ -1,7 +1,7 @@
 """Writes EAGLE checkpoints for SafeAILab's code, SGLang, the `speculators` library and vLLM."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from foretell.speculator.network.pack import shallow_copy
 
 _PROPOSED = 5
 """Tokens of a draft that the configuration of an EAGLE-3 speculator proposes."""
+E = TypeVar("E", bound=Eagle3)
 _MOST_DISTANCE = 0.3
 """Largest distance of a fitted state from the state after the final norm, relative to that."""
 
@@ -86,7 +87,7 @@ def _norms(c: EagleConfig) -> dict[str, bool]:
     return {name: c.model_dump()[name] for name in FLAGS}
 
 
-def before_final_norm(network: Eagle3, verifier: Verifier) -> Eagle3:
+def before_final_norm(network: E, verifier: Verifier) -> E:
     """An EAGLE-3 that reads the output of the target's last block where `network` reads the state after the final norm,
     which other engines do not give; `network` itself where it does not, or where this cannot be done.
 
@@ -112,6 +113,11 @@ def before_final_norm(network: Eagle3, verifier: Verifier) -> Eagle3:
     out.config = c.model_copy(update={"hidden_layers": tuple(n if t == n + 1 else t for t in c.recorded_layers)})
     scale = out.fc_norm[place].get_parameter("weight").detach()
     out.fc_norm[place].register_parameter("weight", nn.Parameter(scale * factor.to(scale)))
+    if isinstance(out, PEagle):
+        # Of the mask's state the direction stays; its length after the norm is up to the norm. No factor is zero then.
+        masks = out.mask_states.detach().clone().view(-1, len(factor))
+        masks[place] *= (factor / (factor.square() + 1e-3)).to(masks)
+        out.register_parameter("mask_states", nn.Parameter(masks.flatten()))
     return out
 
 

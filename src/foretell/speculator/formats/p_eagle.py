@@ -15,7 +15,14 @@ from foretell.speculator.formats.base import (
     write_checkpoint,
 )
 from foretell.speculator.formats.eagle import EAGLE3_KEYS, convert_layers, read_flat, read_library
-from foretell.speculator.formats.eagle_export import check_exported, library_config, mask_token, vocabulary, weights
+from foretell.speculator.formats.eagle_export import (
+    before_final_norm,
+    check_exported,
+    library_config,
+    mask_token,
+    vocabulary,
+    weights,
+)
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.formats.keys import LAYER, refuse_other_library_keys
 from foretell.speculator.formats.layers import check_mask_token_read, library_layer
@@ -100,6 +107,7 @@ def _read(
 def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
     """The mask's embedding stands in the row of its token, so the checkpoint has an embedding of its own."""
     assert isinstance(network, PEagle)
+    network = before_final_norm(network, verifier)
     check_exported(network, "speculators")
     c, token = network.config, mask_token(network)
     tensors = weights(network, always_embedding=True) | vocabulary(network, always_maps=False)
