@@ -14,7 +14,7 @@ FINE = 2.0
 _MOST_LEVELS = 8
 """Levels of a tree that are told apart."""
 _LEAST_KEPT = 8
-"""Times of a kind that the next start is told: fewer may all be disturbed."""
+"""Times of a kind that are believed, and told to the next start: fewer may all be disturbed."""
 
 
 def load_of(requests: int) -> int:
@@ -42,8 +42,8 @@ class Times:
         self._low = None
 
     @property
-    def is_kept(self) -> bool:
-        """Whether the next start is told."""
+    def is_believed(self) -> bool:
+        """Whether they are enough."""
         return len(self.last) >= _LEAST_KEPT
 
     def keep(self, count: int) -> None:
@@ -142,7 +142,7 @@ class DraftTimes:
             ValueError, TypeError, AttributeError: something else.
         """
         read = {int(r): {int(n): Times(w) for n, w in known.items()} for r, known in state.items()}
-        kept = {r: {n: times for n, times in known.items() if times.is_kept} for r, known in read.items()}
+        kept = {r: {n: times for n, times in known.items() if times.is_believed} for r, known in read.items()}
         return DraftTimes({r: known for r, known in kept.items() if known})
 
 

@@ -82,9 +82,10 @@ class _Curve:
         knot, expected = _nearest(extra), float(self.ratios[extra])
         knows_unit = 0 in self.windows or self.start is not None
         if not knot and not knows_unit:
-            # The first plain pass tells whether those before it were disturbed.
+            # The first plain pass tells whether the few before it were disturbed.
             for window in self.windows.values():
-                window.limit(MOST_UNSURE * ratio)
+                if not window.is_believed:
+                    window.limit(MOST_UNSURE * ratio)
             self.windows[0] = Times()
         elif knot not in self.windows:
             # What the sizes around it say counts as some times of its own: a single one may be disturbed.
@@ -309,7 +310,7 @@ class PassTimes:
             log.warning("%s holds no times of passes: it is written anew", file)
             return
         for key, windows in curves.items():
-            kept = {k: window for k, window in windows.items() if window.is_kept and 0 <= k < len(_KNOTS)}
+            kept = {k: window for k, window in windows.items() if window.is_believed and 0 <= k < len(_KNOTS)}
             if 0 in kept:
                 self._curves[key] = _Curve(None, kept)
         self._drafts.update(drafts)
