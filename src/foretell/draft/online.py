@@ -175,8 +175,12 @@ class OnlineDrafter(Predictor):
             loss.backward()
             if all(p.grad is None or bool(p.grad.isfinite().all()) for p in self.network.parameters()):
                 self._optimizer.step()
-            self._model = DraftModel(self.network.to_runner())
+            self.publish()
         self.updates += 1
+
+    def publish(self) -> None:
+        """Draft with the network as it is now, and an empty cache: its keys were those of other weights."""
+        self._model = DraftModel(self.network.to_runner())
 
 
 def distillation_loss(

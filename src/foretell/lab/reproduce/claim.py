@@ -18,7 +18,8 @@ SPEC_BENCH = "Spec-Bench (arXiv 2401.07851), greedy, one sequence"
 class Run:
     """Answers of one method. `prompts`: which of the lab's. `repeat`: seeds per prompt. `corpus`: whether it drafts
     from modules of Python code, of which none is in the prompts. `free`: whether drafts cost no time, where
-    measured times would choose them.
+    measured times would choose them. `noise`: how much its draft model has lost of what it knows of the target's
+    answers, as noise in its matrices in shares of their standard deviation.
     """
 
     method: str
@@ -28,6 +29,7 @@ class Run:
     repeat: int = 1
     corpus: bool = False
     free: bool = False
+    noise: float = 0.0
 
     def options_for(self, layers: int) -> Mapping[str, object]:
         """The options for a target with so many layers."""

@@ -82,6 +82,12 @@ def _sampled(method: str, drafts: int, repeat: int = 4, **options: object) -> Ru
     return Run(method, {"num_speculative_tokens": drafts, **options}, temperature=1.0, repeat=repeat)
 
 
+def _online(interval: int) -> Run:
+    """A step after so many requests, 0: none."""
+    options = {"num_speculative_tokens": 5, "online_update_interval": interval, "online_learning_rate": 1e-3}
+    return Run("online", {**_EXACT, **options}, noise=0.3)
+
+
 _MEDUSA = Run("medusa", {"num_draft_tokens": 63})
 _EAGLE3 = Run("eagle3", _TREE)
 
@@ -169,15 +175,13 @@ CLAIMS: tuple[Claim, ...] = (
         paper="Online speculative decoding (arXiv 2310.07177): distillation while serving raises acceptance by 0.1 to "
         "0.65.",
         published=0.1,
-        here="share of accepted first drafts while it learns, less that of the fixed draft model",
-        runs=(
-            Run("online", {**_EXACT, "num_speculative_tokens": 5, "online_update_interval": 2}),
-            Run("draft_model", {**_EXACT, "num_speculative_tokens": 5, "draft_sample_method": "greedy"}),
-        ),
+        here="share of accepted first drafts while it learns, less that of the same draft model as it was: the "
+        "installed one with noise in its matrices, 30 % of their standard deviation, so that it knows less of the "
+        "target's answers",
+        runs=(_online(2), _online(0)),
         value=lambda runs: runs[0].acceptance - runs[1].acceptance,
         null=0.0,
-        scale="The paper's curves rise over thousands of requests of one topic to a draft model that did not know it; "
-        "these few hold hundreds of corrections, and the draft model was distilled from this target.",
+        scale="The paper's curves rise over thousands of requests; these few hold hundreds of corrections.",
     ),
     _self_drafting(
         "self_speculative",

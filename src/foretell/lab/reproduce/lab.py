@@ -8,11 +8,14 @@ from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 
+import torch
+
 from foretell.api import Model, named_inputs
 from foretell.bench.questions import BUILT_IN, load_questions
 from foretell.bench.schema import FileModel
 from foretell.catalogue import find
 from foretell.core.sampling import SamplingParams
+from foretell.draft import OnlineDrafter
 from foretell.engine.budget import Budget
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
@@ -100,6 +103,16 @@ def _sources(root: Path, names: Collection[str]) -> tuple[dict[str, str], list[s
     return held, [text for path, text in sources.items() if path.stem not in names]
 
 
+def _add_noise(method: AnyMethod, share: float) -> None:
+    """Noise in the matrices of a draft model that may learn, the same in every run."""
+    assert isinstance(method.draft, OnlineDrafter)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for matrix in (p for p in method.draft.network.parameters() if p.ndim > 1):
+            matrix.add_(share * matrix.std() * torch.randn(matrix.shape, generator=generator))
+    method.draft.publish()
+
+
 class LabSettings(FileModel):
     """What all runs of a folder have in common."""
 
@@ -176,7 +189,7 @@ class Lab:
         prompts = {"mixed": lambda: self._mixed, "long": lambda: self._long, "code": lambda: self._code}[run.prompts]()
         lacks = "" if self.preparation is None else self.preparation.label(run.method)
         digest = sha256(json.dumps(prompts).encode()).hexdigest()[:16]
-        what = [run.method, options, digest, run.temperature, run.repeat, run.corpus, run.free, lacks]
+        what = [run.method, options, digest, run.temperature, run.repeat, run.corpus, run.free, run.noise, lacks]
         key = json.dumps(what, sort_keys=True)
         if key not in self._runs:
             made = None if self.preparation is None else self.preparation.prepared(run.method)
@@ -219,7 +232,10 @@ class Lab:
     def build(self, run: Run, options: Mapping[str, object], drafts: Sequence[Model | Path]) -> AnyMethod:
         """The method of a run."""
         references = code_sources()[1] if run.corpus else ()
-        return self.model.method(run.method, options or None, drafts=drafts, references=references, shared=True)
+        method = self.model.method(run.method, options or None, drafts=drafts, references=references, shared=True)
+        if run.noise:
+            _add_noise(method, run.noise)
+        return method
 
     def _engine(self, method: AnyMethod, run: Run) -> Engine:
         if not run.free:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from foretell.accept import LenientRejection
+from foretell.accept import LenientRejection, spectr
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.api import Model
 from foretell.catalogue import self_drafting
 from foretell.core.context import Context
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
+from foretell.draft import online
 from foretell.draft.base import Continuation
 from foretell.engine.method import AnyMethod, Method
 from foretell.lab.reproduce import Lab, LabRun, Run, claim_of
@@ -272,6 +273,29 @@ def keeps_the_worst_keys(method: AnyMethod) -> AnyMethod:
     return method
 
 
+def never_learns(method: AnyMethod) -> AnyMethod:
+    """No step is made."""
+    method.draft.interval = 0
+    return method
+
+
+@contextmanager
+def learns_the_opposite() -> Iterator[None]:
+    """Every step moves away from the target."""
+    loss = online.distillation_loss
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(online, "distillation_loss", lambda *arguments: -loss(*arguments))
+        yield
+
+
+@contextmanager
+def divided_by_chains() -> Iterator[None]:
+    """Chances are divided by the number of chains, which is valid, and not by the least valid factor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spectr, "division_factor", lambda p, q, draws: float(draws))
+        yield
+
+
 @contextmanager
 def first_attention_skipped() -> Iterator[None]:
     """As many sub-layers are left out, but the first ones."""
@@ -320,4 +344,6 @@ MUTANTS: Mapping[str, Mutant] = {
     "copies of other tokens": Mutant(("hybrid_model",), copies_any_tokens),
     "equally sure of all tokens": Mutant(("eagle2",), equally_sure),
     "sure by rank alone": Mutant(("eagle2",), sure_by_rank),
+    "never learns": Mutant(("online",), never_learns),
+    "learns the opposite": Mutant(("online",), world=learns_the_opposite),
 }

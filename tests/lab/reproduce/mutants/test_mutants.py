@@ -41,7 +41,10 @@ UNCONFIRMED = (
 """Claims that the right method does not confirm either, with so few prompts or a model of this size. The broken one has
 less of the effect all the same.
 """
-SIZES = {"lenience_lossy": (24, 1), "spectr": (24, 1), "lookahead": (48, 2), "jacobi": (64, 4), "eagle2": (64, 4)}
+SIZES = {
+    "lenience_lossy": (24, 1), "spectr": (24, 1), "lookahead": (48, 2), "jacobi": (64, 4), "eagle2": (64, 4),
+    "online": (64, 4),
+}  # fmt: skip
 """Tokens of an answer and prompts of a category, where 24 and 2 are not right: claims at temperature 1 have four seeds
 of each prompt, and what grows with the answer needs longer ones.
 """
