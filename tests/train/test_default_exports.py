@@ -16,9 +16,9 @@ from foretell.speculator.network.dflash import DFlash
 KINDS = {
     f.kind: f.name
     for f in sorted(EXPORTS, key=lambda f: f.name == "speculators")
-    if f.name != "gguf" and f.kind != "mtp"
+    if f.name != "gguf" and f.kind not in ("mtp", "assistant")
 }
-"""A format for every kind but multi-token prediction, which only some families of targets have names for."""
+"""A format for every kind but those that are for some families of targets alone."""
 
 BLOCKS = {"draft_model": {"layers": "1"}, "pard": {"layers": "1"}}
 """The target of these tests has fewer blocks than those keep."""
