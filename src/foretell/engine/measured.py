@@ -13,8 +13,8 @@ FINE = 2.0
 """Loads per factor of two in the number of requests."""
 _MOST_LEVELS = 8
 """Levels of a tree that are told apart."""
-_LEAST_KEPT = 8
-"""Times of a kind that are believed, and told to the next start: fewer may all be disturbed."""
+_BELIEVED = 8
+"""Times of a kind from which on they are believed, and told to the next start: fewer may all be disturbed."""
 
 
 def load_of(requests: int) -> int:
@@ -44,7 +44,7 @@ class Times:
     @property
     def is_believed(self) -> bool:
         """Whether they are enough."""
-        return len(self.last) >= _LEAST_KEPT
+        return len(self.last) >= _BELIEVED
 
     def keep(self, count: int) -> None:
         """Forget all but the last ones."""

@@ -227,7 +227,7 @@ class PassTimes:
             ratio, known = seconds / prior, curve.windows.get(_nearest(extra))
             if known is not None and len(known.last) >= _KNOWN:
                 self._follow_speed(ratio / known.low)
-            if not self._knows_plain and extra == 0:
+            if not extra and not self._knows_plain:
                 for times in self._drafts.values():
                     times.limit(seconds)  # the first guesses were quotients of passes that may have been disturbed
             self._curves[key] = curve
