@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from foretell.accept import LenientRejection, spectr
+from foretell.accept import LenientRejection
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.api import Model
 from foretell.catalogue import self_drafting
@@ -285,14 +285,6 @@ def learns_the_opposite() -> Iterator[None]:
     loss = online.distillation_loss
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(online, "distillation_loss", lambda *arguments: -loss(*arguments))
-        yield
-
-
-@contextmanager
-def divided_by_chains() -> Iterator[None]:
-    """Chances are divided by the number of chains, which is valid, and not by the least valid factor."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spectr, "division_factor", lambda p, q, draws: float(draws))
         yield
 
 
