@@ -74,9 +74,8 @@ def main() -> None:
     options = asked.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     target = target_directory(options.out / "target")
-    glm = glm_directory(target, options.out / "glm")
     if options.models:
-        print(f"{target}\n{glm}")
+        print(f"{target}\n{glm_directory(target, options.out / 'glm')}")
         return
     model = load(str(target), "float32")
     prompts = [model.tokens(prompt) for prompt in (*PROMPTS, *MORE)]
@@ -208,7 +207,7 @@ def check(
     name = f"{Path(export.speculator).name}-{export.format}"
     folder, inside = (options.out / name).absolute(), export.method == "mtp"
     if not folder.is_dir():
-        target = options.out / "glm" if inside else job["model"]
+        target = glm_directory(Path(job["model"]), options.out / "glm") if inside else job["model"]
         common = ("--format", export.format, "--out", folder, "--model", target, "--dtype", "float32")
         subprocess.run([sys.executable, "-m", "foretell", "export", export.speculator, *common], check=True)
         if inside:

@@ -76,10 +76,13 @@ class StepCosts:
         """Seconds of a token where mostly prompts are read; 0: they are not, or unknown."""
         self.measures = times.needs_plain(self.key) if load.is_decode else reads and not self._known
         """Whether the step is verified without drafts, so that its time is known."""
-        self.needs_drafted = load.is_decode and times.needs_drafted(self.key)
-        """Whether drafts are verified in a trial, so that the time of such a pass is known."""
         self.unread = dict[int, int]()
         """Tokens of requests that the drafter asked last has to read before it drafts."""
+
+    @property
+    def needs_drafted(self) -> bool:
+        """Whether drafts are verified in a trial, so that the time of such a pass is known."""
+        return self._load.is_decode and self.times.needs_drafted(self.key)
 
     def without_prompts(self) -> "StepCosts":
         """Those of a step of these requests that reads no prompt."""
