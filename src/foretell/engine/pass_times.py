@@ -76,11 +76,15 @@ class _Curve:
     def __post_init__(self) -> None:
         self.fit()
 
+    @property
+    def knows_unit(self) -> bool:
+        """Whether a plain pass was measured, of this load or of the one where it begins."""
+        return 0 in self.windows or self.start is not None
+
     def add(self, extra: int, ratio: float) -> bool:
         """Count a pass; whether the curve was fitted anew."""
         self.steps += 1
-        knot, expected = _nearest(extra), float(self.ratios[extra])
-        knows_unit = 0 in self.windows or self.start is not None
+        knot, expected, knows_unit = _nearest(extra), float(self.ratios[extra]), self.knows_unit
         if not knot and not knows_unit:
             # The first plain pass tells whether the few before it were disturbed.
             for window in self.windows.values():
@@ -199,10 +203,6 @@ class PassTimes:
         drafted_at = max((step for knot, step in curve.seen.items() if knot), default=0)
         return curve.steps - drafted_at >= PLAIN_INTERVALS[1]
 
-    @property
-    def _knows_plain(self) -> bool:
-        return any(0 in curve.windows for curve in self._curves.values())
-
     def source(self, name: str) -> DraftSource:
         """What is known of a drafter."""
         return self._sources.setdefault(name, DraftSource(name))
@@ -227,7 +227,7 @@ class PassTimes:
             ratio, known = seconds / prior, curve.windows.get(_nearest(extra))
             if known is not None and len(known.last) >= _KNOWN:
                 self._follow_speed(ratio / known.low)
-            if not extra and not self._knows_plain:
+            if not extra and not curve.knows_unit:
                 for times in self._drafts.values():
                     times.limit(seconds)  # the first guesses were quotients of passes that may have been disturbed
             self._curves[key] = curve
@@ -256,9 +256,9 @@ class PassTimes:
         known = self._curves.get(key) or self._guessed.get(key)
         if known is not None:
             return known
-        start = None
-        if self._curves:
-            nearest = min(self._curves, key=lambda k: abs(k[0] - key[0]) + FINE * abs(k[1] - key[1]))
+        start, known_units = None, [key for key, curve in self._curves.items() if curve.knows_unit]
+        if known_units:
+            nearest = min(known_units, key=lambda k: abs(k[0] - key[0]) + FINE * abs(k[1] - key[1]))
             further = round(requests_of(key[0])) - round(requests_of(nearest[0]))
             places = np.clip(np.array(_KNOTS) + further, 0, _LARGEST)
             start = self._curves[nearest].ratios[places].tolist()
