@@ -15,6 +15,7 @@ from foretell.catalogue.options.feature_level import BeamSearchOptions, MLPSpecu
 from foretell.engine.method import AnyMethod
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from foretell.speculator.network.recurrent import RecurrentNetwork
 from foretell.speculator.network.redrafter import ReDrafter, ReDrafterConfig
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
@@ -76,10 +77,10 @@ class ReDrafterTraining(RecurrentTraining):
 class RecurrentRecipe(Recipe):
     """The loss summed over the stages, with teacher forcing."""
 
-    network: MLPSpeculator | ReDrafter
+    network: RecurrentNetwork
 
     def __init__(
-        self, setup: RecipeSetup, network: MLPSpeculator | ReDrafter, options: RecurrentTraining, frozen_head: bool
+        self, setup: RecipeSetup, network: RecurrentNetwork, options: RecurrentTraining, frozen_head: bool
     ) -> None:
         self.network, self.config, self.options, self._frozen = network, network.config, options, frozen_head
         index = setup.draft_index()
