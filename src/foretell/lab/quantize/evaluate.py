@@ -3,16 +3,15 @@
 import torch
 from jaxtyping import Float, Int
 
-from foretell.lab.quantize.calibration import model_rope_tables, run_block
+from foretell.lab.quantize.calibration import BlocksOnText
 from foretell.model.config.model import ModelConfig
-from foretell.model.load.build import build_block, build_without_blocks
+from foretell.model.load.build import build_without_blocks
 from foretell.model.load.weights import Weights
 from foretell.verify.comparison import Comparison, compare_logits
 
 Tensor = torch.Tensor
 _CHUNK = 256
 """Positions whose distributions are compared at once."""
-_CPU = torch.device("cpu")
 
 
 def compare(
@@ -33,13 +32,13 @@ def _final_states(
     config: ModelConfig, weights: Weights, tokens: Int[Tensor, "b s"]
 ) -> tuple[Float[Tensor, "t d"], Float[Tensor, "v d"], float]:
     """Input of the head at all positions but the last of a sequence, the head, and the soft cap of its logits."""
-    shell, ropes = build_without_blocks(config, weights, torch.float32, _CPU), model_rope_tables(config)
-    x = shell.embed(tokens.flatten()).view(*tokens.shape, -1)
-    for i in range(config.layers):
-        x = run_block(config, ropes, i, build_block(config, i, weights, torch.float32, _CPU), x)
+    shell = build_without_blocks(config, weights, torch.float32, torch.device("cpu"))
+    walk = BlocksOnText(config, weights, shell.embed(tokens.flatten()).view(*tokens.shape, -1))
+    for _ in walk:
+        pass
     head = shell.head.weight
-    assert isinstance(head, Tensor)
-    return shell.final_norm(x)[:, :-1].flatten(0, 1), head.data, config.logit_softcap
+    assert isinstance(head, Tensor) and walk.states is not None
+    return shell.final_norm(walk.states)[:, :-1].flatten(0, 1), head.data, config.logit_softcap
 
 
 def _logits(states: Float[Tensor, "t d"], head: Float[Tensor, "v d"], cap: float) -> Float[Tensor, "t v"]:

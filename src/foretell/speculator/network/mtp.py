@@ -22,7 +22,7 @@ from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.structures import Precision
 from foretell.model.load.assistant import run_assistant
 from foretell.model.load.mtp import PublishedLayer
-from foretell.model.load.weights import EMBEDDING, NamedWeights
+from foretell.model.load.weights import EMBEDDING, FINAL_NORM, NamedWeights
 from foretell.model.run.assistant import Assistant
 from foretell.model.run.mtp import MTPLayer, MTPModule
 from foretell.model.run.network import Network
@@ -174,7 +174,7 @@ class AssistantNetwork(BlocksNetwork):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its weights by their published names."""
-        tensors: dict[str, torch.Tensor] = {EMBEDDING: self.lm_head, "model.norm.weight": self.norm.weight}
+        tensors: dict[str, torch.Tensor] = {EMBEDDING: self.lm_head, FINAL_NORM: self.norm.weight}
         tensors |= {"pre_projection.weight": self.combine.weight, "post_projection.weight": self.project.weight}
         for i, block in enumerate(self.blocks):
             tensors |= tensors_of(self.model, i, to_weights(block))
