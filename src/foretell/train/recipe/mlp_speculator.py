@@ -121,16 +121,8 @@ class MLPSpeculatorRecipe(RecurrentRecipe):
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a network of the given sizes."""
         o = setup.parse_options(MLPSpeculatorTraining)
-        config = MLPSpeculatorConfig(
-            target=setup.card,
-            draft_vocab=setup.draft_vocab,
-            own_head=o.own_head,
-            stages=o.stages,
-            inner=o.inner,
-            tied=o.tied,
-            scale_input=o.scale_input,
-            more_hidden_layers=parse_hidden_layers(o.more_hidden_layers, setup.card.layers, "--set more_hidden_layers"),
-        )
+        more = parse_hidden_layers(o.more_hidden_layers, setup.card.layers, "--set more_hidden_layers")
+        config = setup.configuration(MLPSpeculatorConfig, o, more_hidden_layers=more)
         network = setup.create_network(MLPSpeculator, config)
         return cls(setup, network, o, network.head is None and not config.own_embedding)
 
@@ -150,9 +142,7 @@ class ReDrafterRecipe(RecurrentRecipe):
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a network of the given sizes."""
         o = setup.parse_options(ReDrafterTraining)
-        inner = o.inner or min(1024, setup.card.hidden)
-        sizes = {"stages": o.stages, "inner": inner, "layers": o.layers, "own_head": o.own_head}
-        config = ReDrafterConfig.model_validate({"target": setup.card, "draft_vocab": setup.draft_vocab, **sizes})
+        config = setup.configuration(ReDrafterConfig, o, inner=o.inner or min(1024, setup.card.hidden))
         network = setup.create_network(ReDrafter, config)
         return cls(setup, network, o, network.head is None)
 

@@ -19,7 +19,6 @@ from foretell.train.objective.block import sample_blocks
 from foretell.train.objective.unrolled import top1_agreement, unrolled_loss
 from foretell.train.recipe.base import MEASURE_TREE_NODES, LabelledRecipe, LabelOptions, Loss, RecipeSetup
 from foretell.train.recipe.draft_model import init_draft, select_blocks
-from foretell.utils.validation import validate
 
 
 class PardTraining(LabelOptions):
@@ -69,16 +68,15 @@ class PardRecipe(LabelledRecipe):
         o = setup.parse_options(PardTraining)
         blocks = select_blocks(o, setup)
         rare = last_undrafted(setup.draft_tokens, setup.card.vocab)
-        values = {
-            "target": setup.card,
-            "draft_vocab": setup.draft_vocab,
-            "model": draft_config(setup.config, blocks),
-            "blocks": () if setup.checkpoint is None else blocks,
-            "depth": o.depth,
-            "state_layers": parse_hidden_layers(o.states, setup.card.layers + 1, "--set states"),
-            "mask_token": rare if o.mask_token is None else o.mask_token,
-        }
-        network = PardNetwork(validate(PardConfig, values, "--set"), setup.embedding_and_head)
+        config = setup.configuration(
+            PardConfig,
+            o,
+            model=draft_config(setup.config, blocks),
+            blocks=() if setup.checkpoint is None else blocks,
+            state_layers=parse_hidden_layers(o.states, setup.card.layers + 1, "--set states"),
+            mask_token=rare if o.mask_token is None else o.mask_token,
+        )
+        network = PardNetwork(config, setup.embedding_and_head)
         init_draft(network, setup, blocks)
         return cls(setup, network, o)
 
