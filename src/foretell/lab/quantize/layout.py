@@ -31,7 +31,7 @@ class TensorEntry:
 
 def shapes_of(config: ModelConfig) -> Mapping[Role, tuple[int, int]]:
     """Outputs and inputs of the matrices of a block by role."""
-    return {_ROLES[path]: shape for path, shape in linear_shapes(config, 0).items()}
+    return {_ROLES[path]: shape for path, shape in linear_shapes(config).items()}
 
 
 def entries(config: ModelConfig) -> Iterator[TensorEntry]:
