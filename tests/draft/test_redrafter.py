@@ -50,8 +50,8 @@ def test_a_new_network_begins_with_the_target_itself() -> None:
     network = ReDrafter(network_of().config, EmbeddingAndHead(target().embedding, target().head.weight))
     network = network.double()
     state = torch.randn(3, target().config.hidden, dtype=torch.float64)
-    after = network.next_state(network.initial_state([state]), torch.tensor([1, 2, 3]))
-    assert torch.nn.functional.cosine_similarity(network.head_input(after), state).min() > 0.95
+    after = network.next_state(network.initial_state([state]), torch.tensor([1, 2, 3]), 0)
+    assert torch.nn.functional.cosine_similarity(network.head_input(after, 0), state).min() > 0.95
 
 
 def test_beams_of_the_packed_network_are_lossless() -> None:

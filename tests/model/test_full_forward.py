@@ -9,7 +9,7 @@ from foretell.model.block.decoder import Decoder
 from foretell.model.config.model import ModelConfig, RopeConfig
 from foretell.model.config.readers.hf import from_hf
 from foretell.model.training import chunked_attention
-from foretell.model.training.full_forward import CausalAttention, full_forward
+from foretell.model.training.full_forward import CausalAttention, full_forward, inputs_of_layers
 from foretell.testing import TINY, tiny_decoder, tiny_deepseek, tiny_gpt_oss, tiny_moe
 from helpers import all_logits, random_tokens
 
@@ -46,7 +46,7 @@ FAMILIES = [
 
 def logits_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     x = decoder.embed(tokens.flatten()).view(*tokens.shape, -1)
-    out = full_forward(decoder, x, token=tokens).flatten(0, 1)
+    out = full_forward(decoder, x, inputs=inputs_of_layers(decoder, tokens)).flatten(0, 1)
     logits: torch.Tensor = decoder.logits(decoder.final_norm(out))
     return logits.view(*tokens.shape, -1)
 
@@ -90,14 +90,14 @@ def test_a_range_of_blocks_continues_where_another_ended() -> None:
 def test_shared_keys_and_inputs_of_layers_continue_too() -> None:
     decoder, token = tiny_decoder(GEMMA4), torch.tensor([random_tokens(9, GEMMA4.vocab)])
     x, attention = decoder.embed(token[0])[None], CausalAttention(GEMMA4)
-    parts = x
+    parts, inputs = x, inputs_of_layers(decoder, token)
     for first, last in ((0, 2), (2, 3), (3, 4)):
-        parts = full_forward(decoder, parts, first, last, attention, token)
-    torch.testing.assert_close(parts, full_forward(decoder, x, token=token))
+        parts = full_forward(decoder, parts, first, last, attention, inputs)
+    torch.testing.assert_close(parts, full_forward(decoder, x, inputs=inputs))
     with pytest.raises(ValueError, match="per-layer inputs are not supported in this training"):
         full_forward(decoder, x)
     with pytest.raises(ValueError, match="share keys and values are not supported in this training"):
-        full_forward(decoder, x, 2, 3, token=token)
+        full_forward(decoder, x, 2, 3, inputs=inputs)
 
 
 def test_every_weight_of_a_block_gets_a_gradient() -> None:

@@ -13,13 +13,14 @@ import transformers
 from training_helpers import answers, check_resume, losses, settings, target, task, trained
 
 from command import expect_error, run_foretell, tiny_target, tiny_tokenizer
+from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.speculator.network.mtp import AssistantNetwork
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import compute_hidden_states
 from foretell.train.loop.measure import measure
 from foretell.train.loop.settings import TrainingSettings
 from foretell.train.recipe.mtp import AssistantRecipe
-from helpers import random_tokens, unchecked
+from helpers import all_logits, random_tokens, unchecked
 
 S, L = "sliding_attention", "full_attention"
 VOCAB, WINDOW, STEPS = 260, 8, 3
@@ -49,6 +50,8 @@ def peer_of(kind: str) -> tuple[Any, Path]:
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if parameter.dim() == 1 and ("norm" in name or "layer_scalar" in name):
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for tensor in model.state_dict().values():
+            tensor.copy_(tensor.bfloat16())  # so that speculators store it as it is
     folder = Path(mkdtemp(prefix="foretell-gemma-"))
     model.save_pretrained(folder)
     tiny_tokenizer(VOCAB).save(str(folder / "tokenizer.json"))
@@ -61,8 +64,9 @@ def data_of(kind: str) -> Path:
 
 
 def wanted(kind: str, out: Path, **changed: Any) -> TrainingSettings:
-    values = {"options": {"layers": "3", "hidden": "48", "hard": "1"}, "measure_every": 0, **changed}
-    return settings(out, data_of(kind), recipe="assistant", model=str(peer_of(kind)[1]), **values)
+    options = {"layers": "3", "hidden": "48", "hard": "1"}
+    values = {"recipe": "assistant", "options": options, "measure_every": 0, **changed}
+    return settings(out, data_of(kind), model=str(peer_of(kind)[1]), **values)
 
 
 @torch.no_grad()
@@ -132,6 +136,18 @@ def test_more_is_accepted_after_training_and_transformers_reads_both(kind: str, 
             for more in ((), (*drafting, tmp_path / "out"), (*drafting, tmp_path / "out-hf"))
         ]
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_draft_model_of_all_blocks_gives_the_logits_of_transformers_stored_or_not(tmp_path: Path) -> None:
+    (peer, folder), text = peer_of("31B"), random_tokens(20, VOCAB, seed=7)
+    cut = {"recipe": "draft_model", "options": {"layers": "5"}, "draft_vocab": None}
+    recipe = task(wanted("31B", tmp_path, **cut)).recipe
+    recipe.save(tmp_path / "cut")
+    with torch.no_grad():
+        expected = peer(torch.tensor([text])).logits[0].numpy()
+    for network in (recipe.network, target(str(folder)).speculator(str(tmp_path / "cut"))):
+        assert isinstance(network, DraftNetwork)
+        assert abs(all_logits(network.to_network(), text) - expected).max() < 1e-3
 
 
 @pytest.mark.exhaustive

@@ -82,7 +82,7 @@ def test_losses_and_gradients_are_those_of_the_definition(soft: float, chunk: in
                 after = int(batch.token[row, t + stage + 2])
                 if not batch.loss_mask[row, t + stage + 2] or after not in kept:
                     continue
-                log = F.log_softmax(net.stage_logits(s, stage), -1)
+                log = F.log_softmax(net.head_logits(net.head_input(s, stage), stage), -1)
                 distribution = torch.softmax((network.head.weight[kept] @ state[row, t + stage + 1]) / 2, -1)
                 hard = -log[after // 2]
                 expected[stage] = expected[stage] + soft * -(distribution * log).sum() + (1 - soft) * hard

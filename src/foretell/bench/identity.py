@@ -82,11 +82,6 @@ def identity_requests(prompts: Sequence[str], count: int | None = None) -> list[
     return [IdentityRequest(text, _FIRST_SEED + i // 2 if i % 2 else None) for i, text in enumerate(texts)]
 
 
-def identity_cases(concurrencies: Sequence[int]) -> list[IdentityCase]:
-    """All cases: at every number of streams without and with drafts, each with a cold and a warm cache."""
-    return [IdentityCase(n, *rest) for n, *rest in product(concurrencies, (False, True), (False, True))]
-
-
 def expected_answers(server: Server, requests: Sequence[IdentityRequest], max_tokens: int) -> list[str]:
     """The text of every request alone, without drafts and with a cold cache.
 
@@ -105,7 +100,8 @@ def check_identity(
     concurrencies: Sequence[int],
     on_result: Callable[[IdentityResult], None] | None = None,
 ) -> list[IdentityResult]:
-    """Compare the answers of every case with the expected ones.
+    """Compare the answers of every case with the expected ones: at every number of streams without and with drafts,
+    each with a cold and a warm cache.
 
     Every stream sends each of its requests twice. The field `cache_salt` keeps the cache of a request apart from that
     of all others, so that it is cold the first time and warm the second.
@@ -114,8 +110,8 @@ def check_identity(
         ValueError: a request failed.
     """
     results = list[IdentityResult]()
-    cases = identity_cases(concurrencies)
-    for cold, warm in zip(cases[::2], cases[1::2], strict=True):
+    for streams, drafts in product(concurrencies, (False, True)):
+        cold, warm = (IdentityCase(streams, drafts, warm=warm) for warm in (False, True))
         run = uuid4().hex
 
         def twice(numbered: tuple[int, IdentityRequest], case: IdentityCase = cold, run: str = run) -> list[Answer]:

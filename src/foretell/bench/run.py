@@ -11,6 +11,7 @@ from foretell.bench.questions import Question
 from foretell.bench.schema import AnswerDivergence, QuestionResult
 from foretell.bench.tracing import prefill
 from foretell.utils.store import RunStore
+from foretell.verify.classifier import first_difference
 
 ProgressCallback = Callable[[str], None]
 _SHIFT = 3
@@ -132,13 +133,11 @@ def first_divergence(
     conversation = Conversation(model)
     for turn, (mine, theirs) in enumerate(zip(result.answers, plain.answers, strict=True)):
         prompt = conversation.add_user(question.turns[turn])
-        if mine.tokens != theirs.tokens:
-            pairs = enumerate(zip(mine.tokens, theirs.tokens, strict=False))
-            at = next((i for i, (a, b) in pairs if a != b), None)
-            if at is None:
-                end = min(len(mine.tokens), len(theirs.tokens))
+        at = first_difference(mine.tokens, theirs.tokens)
+        if at is not None:
+            if at == min(len(mine.tokens), len(theirs.tokens)):
                 return AnswerDivergence(
-                    question=question.id, turn=turn, position=end, token=None, plain_token=None, margin=None
+                    question=question.id, turn=turn, position=at, token=None, plain_token=None, margin=None
                 )
             token, plain_token = mine.tokens[at], theirs.tokens[at]
             logits = prefill(model.runner(), [*prompt, *theirs.tokens[:at]])

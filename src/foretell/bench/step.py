@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import median
 
 from foretell.api import Model
-from foretell.bench.own_backend import EngineTimer, OwnForwardBackend, StepTiming
+from foretell.bench.own_backend import EngineTimer, StepTiming
 from foretell.bench.peers.base import ForwardBackend
 from foretell.bench.schema import FileModel
 from foretell.model.kernels.decoder import NativeDecoder
@@ -207,11 +207,6 @@ def ratio_goals(
             )
         )
     return goals
-
-
-def own_backends(models: Sequence[Model]) -> list[ForwardBackend]:
-    """A chain and a binary tree per model."""
-    return [b for m in models for b in OwnForwardBackend.from_model(m)]
 
 
 _BITS = {"float32": "32", "int8": "8"}

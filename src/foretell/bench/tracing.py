@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float
 
 from foretell.bench.machine import synchronize
 from foretell.core.context import ModelOutput
-from foretell.core.tree import TokenTree, root_tree
+from foretell.core.tree import TokenTree
 from foretell.model.run.runner import Layers, Marks, Rows, Runner
+from foretell.verify.logits import read_chunk
 
 _PREFILL_CHUNK = 512
 """Tokens read by one pass."""
@@ -93,8 +93,5 @@ def prefill(runner: Runner, tokens: Sequence[int]) -> Float[torch.Tensor, " v"]:
     """Replace the tokens of row 0 by these; the logits after the last one."""
     runner.truncate(0, 0)
     for start in range(0, len(tokens), _PREFILL_CHUNK):
-        chunk = list(tokens[start : start + _PREFILL_CHUNK])
-        tree = root_tree([chunk[-1]]).with_prefix([chunk])
-        output = runner.forward([0], tree, scored=np.arange(len(chunk))[None] == len(chunk) - 1)
-        runner.commit(0, range(len(chunk)))
-    return output.logits[0]
+        logits = read_chunk(runner, tokens[start : start + _PREFILL_CHUNK], 1)
+    return logits[0]

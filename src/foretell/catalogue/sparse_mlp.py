@@ -10,7 +10,7 @@ from foretell.catalogue.options.self_drafting import MatFormerDraftOptions, Spar
 from foretell.draft import SparseTargetDrafter
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.block.sparsity import FirstNeurons
-from foretell.model.kernels.structures import PREFIX_UNIT, prefix_size
+from foretell.model.kernels.structures import prefix_size
 from foretell.model.offload.sparsity_file import read_sparsity
 from foretell.shape import Chain
 
@@ -39,7 +39,7 @@ def matformer_draft(context: BuildContext, options: MatFormerDraftOptions) -> An
     """The target with the first neurons of every layer drafts a chain."""
     config = require_network(context, "drafts with a part of the target's neurons").config
     sizes, share = [config.ffn_of(i) for i in range(config.layers)], options.neuron_share
-    rules = [FirstNeurons(prefix_size(share, n) if n > PREFIX_UNIT else max(1, int(share * n))) for n in sizes]
+    rules = [FirstNeurons(prefix_size(share, n)) for n in sizes]
     return Method(
         SparseTargetDrafter(sparse_network(context, rules)),
         chain(options),

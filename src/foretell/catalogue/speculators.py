@@ -176,7 +176,7 @@ def names_only_draft_models(context: BuildContext) -> bool:
 
 
 def _draft_network(context: BuildContext, speculator: Speculator) -> DraftNetwork:
-    if not isinstance(speculator, DraftNetwork) or speculator.kind in ("mtp", "assistant"):
+    if not isinstance(speculator, DraftNetwork):
         named = ", ".join(map(str, context.speculators))
         raise ValueError(f"{named}: this method drafts with draft models, and a speculator of another kind was named")
     return speculator

@@ -5,14 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import torch
 import typer
 
 from foretell.api import Model
 from foretell.cli import options
 from foretell.cli.setup import spinner
-from foretell.core.tree import root_tree
 from foretell.load import load, open_checkpoint
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.speculator.config_file import CONFIG
@@ -21,6 +19,7 @@ from foretell.speculator.export import find_exports
 from foretell.speculator.formats.base import Verifier
 from foretell.speculator.formats.mtp_gguf import write_prediction
 from foretell.speculator.load import is_speculator
+from foretell.train.exits.states import FIRST_POSITION, text_states
 from foretell.utils.paths import require_empty
 from foretell.utils.unfinished import whole
 from foretell.verify.prompts import PROMPTS
@@ -28,8 +27,6 @@ from foretell.verify.prompts import PROMPTS
 app = typer.Typer(pretty_exceptions_enable=False)
 _ANSWER = 48
 """Tokens of the answers along which hidden states are read."""
-_FIRST = 4
-"""Positions before this one are left out: their states are many times as large as others (arXiv 2309.17453)."""
 _ON_THE_HUB = {DEFAULT_MODEL: "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 
@@ -106,7 +103,5 @@ def _states(model: Model, layers: Sequence[int]) -> list[torch.Tensor]:
     parts = []
     for prompt, answer in zip(PROMPTS, model.generate(PROMPTS, max_new_tokens=_ANSWER), strict=True):
         tokens = [*model.tokens(prompt), *answer.tokens]
-        tree = root_tree([tokens[-1]]).with_prefix([tokens])
-        output = model.runner().forward([0], tree, scored=np.zeros_like(tree.valid), hidden_layers=layers)
-        parts.append([state[_FIRST:].float() for state in output.hidden_states])
+        parts.append([state[FIRST_POSITION:].float() for state in text_states(model.runner(), tokens, layers)])
     return [torch.cat(part) for part in zip(*parts, strict=True)]

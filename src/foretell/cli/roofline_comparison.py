@@ -25,10 +25,9 @@ from foretell.roofline.fit_runtime import FITTED, refit
 from foretell.roofline.fitted_acceptance import fit_terms, published_tokens, unseen_errors
 from foretell.roofline.hardware import CALIBRATED, known_hardware
 from foretell.roofline.measured import compare_measured, measured_workload
-from foretell.roofline.model_configs import find_model
 from foretell.roofline.published import compare_published, group_errors
 from foretell.roofline.published_loads import compare_loads, load_settings
-from foretell.roofline.runtime import find_runtime
+from foretell.roofline.runtime import find_runtime, runtime_figures
 from foretell.utils.names import unknown
 from foretell.utils.paths import require_file_place
 
@@ -70,7 +69,8 @@ def published_command(
             print_records(unseen, False, False, "Tokens per pass of each paper, predicted from the others")
         return
     if fit is not None:
-        print_records([records.runtime_record(refit(find_runtime(fit)))], as_json, as_csv)
+        refitted = refit(find_runtime(fit))
+        print_records([{"name": refitted.name} | runtime_figures(refitted)], as_json, as_csv)
         return
     compared = compare_published()
     if out is not None:
@@ -111,7 +111,7 @@ def compare_command(
     if hardware == CALIBRATED and hardware not in known_hardware(given.hardware_file):
         raise ValueError("this machine is not calibrated: run `foretell roofline calibrate` first, or name a device")
     on = given.named(hardware)
-    target, draft_model = (AnalyzedModel(*find_model(m)) if m else None for m in (model or run.settings.model, draft))
+    target, draft_model = (AnalyzedModel.named(m) if m else None for m in (model or run.settings.model, draft))
     assert target is not None
     workloads = [measured_workload(m, context) for m in methods]
     rows, left_out = compare_measured(methods, target, on, workloads, draft_model, draft_vocab)

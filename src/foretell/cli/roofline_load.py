@@ -32,7 +32,7 @@ from foretell.roofline.arrivals import (
 )
 from foretell.roofline.cli_inputs import GivenDevice, GivenWorkload
 from foretell.roofline.method_profiles import find_method
-from foretell.roofline.model_configs import find_model, own_formats
+from foretell.roofline.model_configs import own_formats
 
 
 class SimulationProgress:
@@ -110,7 +110,7 @@ def load_command(
     check_output_options(as_json, as_csv)
     refuse_unused(ctx, ("rate", "requests", "output"), "--trace names the requests", trace is not None)
     on = GivenDevice(**device).named(hardware)
-    target, draft_model = AnalyzedModel(*find_model(model)), AnalyzedModel(*find_model(draft)) if draft else None
+    target, draft_model = AnalyzedModel.named(model), AnalyzedModel.named(draft) if draft else None
     shape = cli_inputs.parse_shape(3 if tokens is None and tree is None else tokens, tree, tau)
     workload = GivenWorkload(**sizes, context=prompt).of_stage("decode", own_formats(model))
     assert shape is not None

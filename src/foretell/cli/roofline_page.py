@@ -9,7 +9,6 @@ import typer
 from foretell.cli.roofline_options import DeviceFile, ExtraModels
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.hardware import known_hardware
-from foretell.roofline.model_configs import find_model
 from foretell.roofline.viewer.answers import Answers
 from foretell.roofline.viewer.page import page, question_of_link, saved_answers
 from foretell.roofline.viewer.server import serve
@@ -55,5 +54,5 @@ def export(
 
 
 def _answers(model: list[str] | None, hardware_file: Path | None) -> Answers:
-    extra = [AnalyzedModel(*find_model(m)) for m in model or ()]
+    extra = [AnalyzedModel.named(m) for m in model or ()]
     return Answers(Known(known_hardware(hardware_file), {m.name: m for m in extra}))

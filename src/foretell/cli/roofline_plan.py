@@ -34,7 +34,7 @@ from foretell.roofline.analysis import AnalyzedModel, analyse
 from foretell.roofline.cli_inputs import GivenDevice, GivenWorkload
 from foretell.roofline.hardware import CALIBRATED, Hardware, known_hardware
 from foretell.roofline.method_profiles import with_draft_vocab
-from foretell.roofline.model_configs import find_model, own_formats
+from foretell.roofline.model_configs import own_formats
 from foretell.roofline.model_variants import model_variants
 from foretell.roofline.offload import apply_offload
 from foretell.roofline.plan import rank_methods
@@ -72,7 +72,7 @@ def analyze_command(
     refuse_unused(ctx, ("tier", "compute"), "no --offload says what is outside the device", offload is None)
     given = GivenDevice(**device)
     on = given.named(hardware)
-    target = AnalyzedModel(*find_model(model))
+    target = AnalyzedModel.named(model)
     workload = GivenWorkload(**sizes).of_stage(stage, own_formats(model))
     workload = replace(workload, tokens=tokens, chunk=chunk, generate=generate, square=square)
     if axes:
@@ -149,7 +149,7 @@ def plan_command(
     best = "nodes", "tokens", "tree", "tau", "share", "density"
     refuse_unused(ctx, best, "--curve has the best shape at every batch size", curve)
     refuse_unused(ctx, ("share", "density"), "cheaper models are not listed with --offload", offload is not None)
-    target, draft_model = AnalyzedModel(*find_model(model)), AnalyzedModel(*find_model(draft)) if draft else None
+    target, draft_model = AnalyzedModel.named(model), AnalyzedModel.named(draft) if draft else None
     known = {m.name: m.profile() for m in reversed(read_measured(measured)[1]) if m.shape} if measured else None
     chosen = cli_inputs.select_methods(method, accept, acceptance, known)
     profiles = {name: with_draft_vocab(profile, draft_vocab) for name, profile in chosen.items()}

@@ -9,7 +9,7 @@ from foretell.cli.roofline_options import AsCsv, AsJson, DeviceFile, print_recor
 from foretell.roofline import records
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.hardware import known_hardware
-from foretell.roofline.model_configs import builtin_models, find_model
+from foretell.roofline.model_configs import builtin_models
 from foretell.roofline.paper.figures import FIGURES, figure
 from foretell.roofline.paper.table1 import table1
 from foretell.utils.paths import require_file_place
@@ -41,10 +41,7 @@ def figure_command(
 def models_command(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
     """List the built-in models."""
     print_records(
-        [
-            records.model_record(AnalyzedModel(*find_model(name)), str(raw["source"]))
-            for name, raw in builtin_models().items()
-        ],
+        [records.model_record(AnalyzedModel.named(name), str(raw["source"])) for name, raw in builtin_models().items()],
         as_json,
         as_csv,
         "cache_per_token: numbers in the keys and values of all layers; in 16 bits twice as many bytes",

@@ -11,6 +11,7 @@ from foretell.roofline.graph_builder import build_graph
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.linear_cost import Number
 from foretell.roofline.memory import MemoryUse, largest_fitting, memory_use
+from foretell.roofline.model_configs import find_model
 from foretell.roofline.op_graph import OpGraph
 from foretell.roofline.workload import (
     Phase,
@@ -29,9 +30,22 @@ class AnalyzedModel:
     name: str
     config: ModelConfig
 
+    @staticmethod
+    def named(name: str) -> "AnalyzedModel":
+        """The model that `find_model` finds.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return AnalyzedModel(*find_model(name))
+
     def graph(self, fusion: Fusion, is_prefill: bool, square: bool = False) -> OpGraph:
         """Its operation graph under a fusion; `is_prefill`: with latent attention expanded."""
         return _cached_graph(self, fusion, is_prefill and self.config.latent is not None, square)
+
+
+builtin_model = lru_cache(maxsize=256)(AnalyzedModel.named)
+"""`AnalyzedModel.named` for built-in names, which do not change."""
 
 
 @lru_cache(maxsize=512)

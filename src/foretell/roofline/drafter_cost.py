@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.analysis import AnalyzedModel, builtin_model
 from foretell.roofline.attention import Fusion
 from foretell.roofline.feedforward import ACTIVATION_OPS
 from foretell.roofline.formats import NumberFormat, parse_format
 from foretell.roofline.graph_builder import build_graph
-from foretell.roofline.model_configs import find_model
 from foretell.roofline.op_graph import LayerGroup, Op, OpGraph, elementwise, linear
 
 DraftKind = Literal["none", "model", "block", "layers", "nested", "quantised", "sparse", "heads", "layer"]
@@ -126,7 +125,7 @@ def _find_draft_model(target: AnalyzedModel) -> AnalyzedModel:
         raise ValueError(
             f"no smaller built-in model shares the vocabulary of {target.name}; choose a draft model (--draft)"
         )
-    return AnalyzedModel(*find_model(name))
+    return builtin_model(name)
 
 
 def _medusa_heads(target: AnalyzedModel, heads: int) -> DrafterCost:

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from foretell.roofline.acceptance import AcceptanceByRank, best_trees, fit_acceptance, geometric_acceptance
-from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.analysis import AnalyzedModel, builtin_model
 from foretell.roofline.method_profiles import MethodProfile, cost_of_profile, find_method
-from foretell.roofline.model_configs import find_model
 from foretell.roofline.published_rows import PublishedRow, published_rows
 
 RIDGE = 0.1
@@ -176,11 +175,6 @@ def _setting(row: PublishedRow) -> tuple[object, ...]:
 
 
 @cache
-def _model(name: str) -> AnalyzedModel:
-    return AnalyzedModel(*find_model(name))
-
-
-@cache
 def _row_features(row: PublishedRow) -> Mapping[str, float]:
-    draft = _model(row.draft) if row.draft else None
-    return features(find_method(row.method), _drafter(row), _model(row.model), draft, row.task, row.temperature)
+    draft = builtin_model(row.draft) if row.draft else None
+    return features(find_method(row.method), _drafter(row), builtin_model(row.model), draft, row.task, row.temperature)

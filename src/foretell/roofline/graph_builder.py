@@ -104,19 +104,15 @@ def _layer(config: ModelConfig, has_state: bool, has_experts: bool, fusion: Fusi
     ops.append(_all_reduce("attn_reduce", "o_proj", h))
     if config.post_norms:
         ops.append(norm(config, "post_attn_norm", ops[-1].name))
-    ops.extend(_residual("attn_add", norm(config, "mlp_norm", "attn_add"), ops[-1].name, "x", h, full))
+    following = norm(config, "mlp_norm", "attn_add")
+    ops.append(elementwise("attn_add", h, ("x", ops[-1].name), 1.0, 2.0))
+    ops.append(replace(following, read=LinearCost()) if full else following)  # fused, it does not read memory
     ops.extend(_feed_forward(config, has_experts, "mlp_norm", full))
     ops.append(_all_reduce("mlp_reduce", ops[-1].name, h))
     if config.post_norms:
         ops.append(norm(config, "post_mlp_norm", ops[-1].name))
     ops.append(elementwise("mlp_add", h, ("attn_add", ops[-1].name), 1.0, 2.0))
     return tuple(ops)
-
-
-def _residual(name: str, following: Op, branch: str, stream: str, h: int, full: bool) -> tuple[Op, ...]:
-    """The residual addition and the norm after it; where fused, the norm does not read memory."""
-    add = elementwise(name, h, (stream, branch), 1.0, 2.0)
-    return (add, replace(following, read=LinearCost())) if full else (add, following)
 
 
 def _feed_forward(config: ModelConfig, has_experts: bool, source: str, full: bool) -> tuple[Op, ...]:

@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from foretell.roofline.analysis import AnalyzedModel, analyse, predict_seconds
+from foretell.roofline.analysis import AnalyzedModel, analyse, builtin_model, predict_seconds
 from foretell.roofline.cost import scalar
 from foretell.roofline.fitted_acceptance import fit_without
 from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import Hardware, known_hardware, memory_tier
 from foretell.roofline.method_profiles import cost_of_profile, find_method
-from foretell.roofline.model_configs import find_model
 from foretell.roofline.offload import Offload, apply_offload, place_offload, share_outside
 from foretell.roofline.published_rows import PublishedRow, published_goals, published_groups, published_rows
 from foretell.roofline.runtime import Runtime, find_runtime
@@ -21,11 +20,11 @@ from foretell.roofline.workload import Workload
 
 def predict_row(row: PublishedRow, runtime: Runtime | None = None) -> float:
     """The prediction of a measured figure; `runtime`: in place of the row's own."""
-    model, workload = _model(row.model), _workload(row)
+    model, workload = builtin_model(row.model), _workload(row)
     hardware = replace(_hardware()[row.hardware], runtime=runtime or find_runtime(row.runtime))
     if row.measure == "speedup":
         profile, shape = find_method(row.method), DraftShape(row.nodes, row.depth, row.tau)
-        drafter = cost_of_profile(profile, model, _model(row.draft) if row.draft else None)
+        drafter = cost_of_profile(profile, model, builtin_model(row.draft) if row.draft else None)
         return estimate_method(profile, drafter, model, hardware, workload, shape=shape).speedup
     if row.offload:
         return _offloaded_seconds(model, hardware, workload)
@@ -37,11 +36,6 @@ def _workload(row: PublishedRow) -> Workload:
     """The workload that was measured."""
     form = parse_format(row.weights)
     return Workload("verify", row.batch, row.context, row.tokens, weights=form, fusion="flash", devices=row.devices)
-
-
-@cache
-def _model(name: str) -> AnalyzedModel:
-    return AnalyzedModel(*find_model(name))
 
 
 @cache

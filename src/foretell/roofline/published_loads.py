@@ -8,11 +8,10 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.analysis import builtin_model
 from foretell.roofline.arrivals import LoadComparison, Request, StepCosts, simulate
 from foretell.roofline.hardware import known_hardware
 from foretell.roofline.method_profiles import cost_of_profile, find_method
-from foretell.roofline.model_configs import find_model
 from foretell.roofline.runtime import Runtime, find_runtime
 from foretell.roofline.speculation import DraftShape
 from foretell.roofline.workload import Workload
@@ -112,13 +111,13 @@ def mixed_requests(kinds: Sequence[RequestKind], rate: float, count: int, seed: 
 
 def _costs(setting: LoadSetting, runtime: Runtime) -> tuple[StepCosts, StepCosts]:
     """Steps without and with drafts."""
-    target = AnalyzedModel(*find_model(setting.model))
+    target = builtin_model(setting.model)
     hardware = known_hardware()[setting.hardware].run_by(runtime)
     workload, shape = Workload(devices=setting.devices), DraftShape(setting.drafted + 1, setting.drafted, setting.tau)
     draft = None
     if setting.draft:
-        name, config = find_model(setting.draft)
-        draft = AnalyzedModel(name, replace(config, vocab=setting.draft_vocab or config.vocab))
+        draft = builtin_model(setting.draft)
+        draft = replace(draft, config=replace(draft.config, vocab=setting.draft_vocab or draft.config.vocab))
     drafter = cost_of_profile(find_method(setting.method), target, draft)
     drafted = StepCosts(target, hardware, workload, shape, drafter, setting.draft_devices or None)
     return StepCosts(target, hardware, workload), drafted

@@ -18,7 +18,6 @@ from foretell.roofline.paper.table1 import Table1Row
 from foretell.roofline.plan import SpeculationPlan
 from foretell.roofline.published import ComparedRow, GroupErrors
 from foretell.roofline.published_loads import ComparedLoad
-from foretell.roofline.runtime import Runtime, runtime_figures
 from foretell.roofline.speculation import MethodEstimate
 from foretell.roofline.sweep import SweepResult
 
@@ -218,11 +217,6 @@ def unseen_records(figures: Mapping[str, int], errors: Mapping[str, Sequence[flo
         }
         for paper, sizes in errors.items()
     ]  # fmt: skip
-
-
-def runtime_record(runtime: Runtime) -> dict[str, Any]:
-    """The figures of a runtime in the units of runtimes.toml."""
-    return {"name": runtime.name} | runtime_figures(runtime)
 
 
 def table1_text(rows: Sequence[Table1Row]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from foretell.model.block.spec import LinearWeights
 from foretell.model.block.weights import further_fields, map_linears, tensors_of
 from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import Activation, ModelConfig, RopeConfig
+from foretell.model.load.weights import EMBEDDING, FINAL_NORM, HEAD
 from foretell.speculator.checkpoint import write_weights
 from foretell.speculator.config_file import CONFIG
 from foretell.tokenizer.codec import TextCodec
@@ -132,11 +133,11 @@ def llama_tensors(decoder: Decoder) -> dict[str, torch.Tensor]:
     """The weights under the names of Hugging Face, with fused matrices split."""
     c = decoder.config
     out: dict[str, torch.Tensor] = {
-        "model.embed_tokens.weight": decoder.embedding,
-        "model.norm.weight": decoder.norm.weight,
+        EMBEDDING: decoder.embedding,
+        FINAL_NORM: decoder.norm.weight,
     }
     if not c.tied:
-        out["lm_head.weight"] = decoder.head.weight
+        out[HEAD] = decoder.head.weight
     if c.shortcuts:
         raise ValueError("a model with a sliced residual stream cannot be written as a Hugging Face directory")
     whole = replace(c, architecture="llama", low_rank=LowRank())

@@ -19,6 +19,7 @@ from foretell.lab.quantize import calibration
 from foretell.lab.quantize.base import linears, matrices
 from foretell.lab.quantize.evaluate import compare
 from foretell.load import load, open_checkpoint
+from foretell.model.block.decoder import decoder_rope_tables
 from foretell.model.load.build import build_block
 from helpers import chain_tree, random_tokens
 from vision import vision_model
@@ -235,7 +236,7 @@ def test_the_same_weights_go_whatever_the_number_of_threads(method: str) -> None
     for threads in (1, 2):
         torch.set_num_threads(threads)
         block = build_block(config, 0, weights, torch.float32, torch.device("cpu"))
-        inputs = calibration.collect(config, calibration.model_rope_tables(config), 0, block, x)
+        inputs = calibration.collect(config, decoder_rope_tables(config), 0, block, x)
         chosen = PRUNING[method](Sparsity(0.5))
         masks.append([chosen.compress(m.weight.data, inputs[role]) == 0 for role, m in linears(block).items()])
     torch.set_num_threads(before)
@@ -314,7 +315,7 @@ def test_what_was_measured_is_kept_when_a_run_is_interrupted(tmp_path: Path, mon
         patched.setattr("foretell.lab.compress.job.collect", interrupt)
         run_foretell(*arguments(tmp_path / "out", "wanda", *given))
     assert (tmp_path / ".out.compress" / "outliers.json").is_file() and not (tmp_path / "out").exists()
-    monkeypatch.setattr("foretell.lab.compress.allocation.collect", interrupt)
+    monkeypatch.setattr("foretell.lab.compress.job.measure_blocks", interrupt)
     compress(tmp_path / "out", "wanda", *given)
     same = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out")]
     assert same[0] == same[1]

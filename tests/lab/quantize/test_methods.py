@@ -7,7 +7,7 @@ import torch
 
 from foretell.lab.quantize.awq import AWQ
 from foretell.lab.quantize.base import InputStatistics, linears, output_error
-from foretell.lab.quantize.calibration import collect, model_rope_tables, run_block
+from foretell.lab.quantize.calibration import collect, run_block
 from foretell.lab.quantize.gguf_grids import GGUF_GRIDS
 from foretell.lab.quantize.gptq import GPTQ
 from foretell.lab.quantize.grid import Grid
@@ -15,6 +15,7 @@ from foretell.lab.quantize.hqq import HQQ
 from foretell.lab.quantize.integer_grid import IntegerGrid
 from foretell.lab.quantize.job import quantize_block
 from foretell.lab.quantize.rtn import RTN, round_to_nearest
+from foretell.model.block.decoder import decoder_rope_tables
 from foretell.model.block.layer import DecoderBlock
 from foretell.model.config.model import ModelConfig
 from foretell.testing import TINY, tiny_decoder
@@ -114,7 +115,7 @@ def block_of(config: ModelConfig) -> tuple[DecoderBlock, torch.Tensor]:
 )
 def test_folded_scales_leave_the_block_as_it_is(config: ModelConfig) -> None:
     block, x = block_of(config)
-    ropes = model_rope_tables(config)
+    ropes = decoder_rope_tables(config)
     before, inputs = run_block(config, ropes, 0, block, x), collect(config, ropes, 0, block, x)
     grids = dict.fromkeys(linears(block), GGUF_GRIDS["Q4_0"])
     old = {role: linear.weight.clone() for role, linear in linears(block).items()}
@@ -130,7 +131,7 @@ def test_calibrated_methods_lose_less_than_rounding_in_a_block() -> None:
     losses = {}
     for quantizer in (RTN(), GPTQ(), AWQ()):
         block, x = block_of(CONFIG)
-        ropes = model_rope_tables(CONFIG)
+        ropes = decoder_rope_tables(CONFIG)
         before, inputs = run_block(CONFIG, ropes, 0, block, x), collect(CONFIG, ropes, 0, block, x)
         quantize_block(CONFIG, block, quantizer, dict.fromkeys(linears(block), GGUF_GRIDS["Q4_0"]), inputs)
         losses[type(quantizer)] = float((run_block(CONFIG, ropes, 0, block, x) - before).square().mean())

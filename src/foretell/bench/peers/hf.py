@@ -1,6 +1,7 @@
 """Hugging Face transformers as a peer, with weights taken from the same checkpoint file as ours."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,27 +9,15 @@ import torch
 
 from foretell.bench.peers.base import LOOKUP_NGRAM, LOOKUP_TOKENS, ForwardBackend, Peer
 from foretell.bench.timestamps import TokenTimer, TokenTimestamps
-from foretell.model.config.model import ModelConfig
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_header import gguf_config
 from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.reference import resolve_reference
-from foretell.model.load.transformers import cache_argument, load_error
+from foretell.model.load.transformers import cache_argument, import_transformers, load_error
+from foretell.speculator.hf_writer import llama_config
 
 Mode = Literal["plain", "lookup", "assisted"]
-
-
-def import_transformers() -> Any:
-    """Import the package.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    try:
-        import transformers as package
-    except ImportError as error:
-        raise ValueError("the peer transformers is not installed; run: pip install 'foretell[peers]'") from error
-    return package
+PURPOSE = "the peer transformers is this library"
 
 
 def load(reference: str, dtype: torch.dtype) -> Any:
@@ -38,7 +27,7 @@ def load(reference: str, dtype: torch.dtype) -> Any:
         ValueError: transformers is missing or cannot load the model, or the GGUF file's architecture is not mapped
             here.
     """
-    package, path = import_transformers(), resolve_reference(reference)
+    package, path = import_transformers(PURPOSE), resolve_reference(reference)
     if path.is_dir():
         try:
             model = package.AutoModelForCausalLM.from_pretrained(
@@ -70,7 +59,7 @@ def _from_gguf(package: Any, path: Path, dtype: torch.dtype) -> Any:
     weights = GGUFWeights(file, config)
     tied = "output.weight" not in file.tensors
     with torch.device("meta"):
-        model = package.LlamaForCausalLM(_llama_config(package, config, tied))
+        model = package.LlamaForCausalLM(package.LlamaConfig.from_dict(llama_config(replace(config, tied=tied), dtype)))
     state = {
         n: weights.require(n, *t.shape).to(dtype)
         for n, t in model.state_dict().items()
@@ -80,24 +69,6 @@ def _from_gguf(package: Any, path: Path, dtype: torch.dtype) -> Any:
     model.tie_weights()
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     return model
-
-
-def _llama_config(package: Any, c: ModelConfig, tied: bool) -> Any:
-    assert c.rope is not None
-    return package.LlamaConfig(
-        vocab_size=c.vocab,
-        hidden_size=c.hidden,
-        num_hidden_layers=c.layers,
-        num_attention_heads=c.heads,
-        num_key_value_heads=c.kv_heads,
-        head_dim=c.head_dim,
-        intermediate_size=c.ffn,
-        max_position_embeddings=c.context,
-        rms_norm_eps=c.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
-        tie_word_embeddings=tied,
-        attention_bias=c.qkv_bias,
-    )
 
 
 class _TimingStreamer:
@@ -152,7 +123,7 @@ class TransformersForwardBackend(ForwardBackend):
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int]) -> None:
         """Read the prefix."""
-        self._cache = import_transformers().DynamicCache(config=self._model.config)
+        self._cache = import_transformers(PURPOSE).DynamicCache(config=self._model.config)
         self._added = 0
         self._run(tokens, logits_to_keep=1)
 

@@ -11,6 +11,7 @@ from foretell.bench.peers import hf, isolated, llama_cpp
 from foretell.bench.peers.base import ForwardBackend, Peer
 from foretell.bench.peers.export import PRECISIONS, as_directory, export, name_of
 from foretell.model.load.reference import resolve_reference
+from foretell.model.load.transformers import import_transformers
 from foretell.utils.names import unknown
 
 TRANSFORMERS: dict[str, hf.Mode] = {
@@ -94,7 +95,7 @@ def require_installed(names: Sequence[str]) -> None:
     """
     for name in names:
         if name.startswith("transformers"):
-            hf.import_transformers()
+            import_transformers(hf.PURPOSE)
         elif name.split("/")[0] in isolated.MODES:
             isolated.require_installed(name)
         else:

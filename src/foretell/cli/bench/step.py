@@ -11,6 +11,7 @@ from foretell.api import Model
 from foretell.bench import step as step_bench
 from foretell.bench.console import print_step_report
 from foretell.bench.machine import describe_machine, measure_bandwidth
+from foretell.bench.own_backend import OwnForwardBackend
 from foretell.bench.peers import registry
 from foretell.bench.peers.export import default_folder
 from foretell.bench.questions import BUILT_IN, load_questions
@@ -99,7 +100,8 @@ def step(
         folder=gguf_cache or default_folder(),
     )
     freeze_garbage_collector()
-    backends = step_bench.own_backends(models) + registry.load_forward_backends(peer_names, peer_settings)
+    backends = registry.load_forward_backends(peer_names, peer_settings)
+    backends = [*(own for m in models for own in OwnForwardBackend.from_model(m)), *backends]
     prefix = _prefix_tokens(models[0], context, random=shape is not None)
     bandwidth = measure_bandwidth(torch_device)
     with spinner("warming up") as progress:

@@ -14,6 +14,7 @@ from foretell.bench.output import write_files
 from foretell.bench.questions import BUILT_IN, Question
 from foretell.bench.report import markdown_page
 from foretell.bench.schema import BenchSettings
+from foretell.bench.text_table import TextTable
 from foretell.cli.bench.inputs import (
     METHODS,
     Categories,
@@ -39,7 +40,6 @@ from foretell.lab.frontier.report import (
     frontier_table,
     ordered,
     picture,
-    unavailable_table,
 )
 from foretell.lab.frontier.run import open_variants, predictor, run_frontier
 from foretell.lab.frontier.variants import FAMILIES, ModelOptions, VariantInputs, all_variants
@@ -116,7 +116,8 @@ def frontier(
             context = sum(len(opened.exact.tokens(q.turns[0])) for q in questions) // len(questions)
             predicted = predictor(chosen, opened.exact, context + max_new_tokens // 2)
             results = run_frontier(opened, settings, questions, repeats, predicted, out, report)
-    tables = {"Gain and price": frontier_table(results), "Not run": unavailable_table(opened.unavailable)}
+    not_run = TextTable(["way", "why it was not run"], list(opened.unavailable.items()))
+    tables = {"Gain and price": frontier_table(results), "Not run": not_run}
     record = {
         "settings": settings.model_dump(), "machine": describe_machine(device), "unavailable": opened.unavailable,
         "hardware": None if chosen is None else chosen.title, "fitted_to": None if chosen is None else chosen.source,

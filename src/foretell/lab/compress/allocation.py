@@ -6,11 +6,9 @@ from typing import TypeVar
 import torch
 
 from foretell.lab.quantize.base import InputStatistics, Role, linears
-from foretell.lab.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
+from foretell.lab.quantize.calibration import BlocksOnText, CalibrationText, embedded
 from foretell.lab.quantize.job import Source
-from foretell.lab.quantize.layout import EMBEDDING
 from foretell.model.block.layer import DecoderBlock
-from foretell.model.load.build import build_block
 
 T = TypeVar("T")
 OWL = "owl"
@@ -24,14 +22,9 @@ def measure_blocks(
     source: Source, text: CalibrationText, measure: Callable[[DecoderBlock, Mapping[Role, InputStatistics]], T]
 ) -> list[T]:
     """What `measure` gives for every block of the source and the inputs of its matrices on the calibration text."""
-    c, weights, ropes, measured = source.config, source.weights, model_rope_tables(source.config), list[T]()
-    x = weights.require(EMBEDDING, c.vocab, c.hidden)[text.calibration].float() * c.embedding_scale
-    for i in range(c.layers):
-        block = build_block(c, i, weights, torch.float32, torch.device("cpu"))
-        measured.append(measure(block, collect(c, ropes, i, block, x)))
-        x = run_block(c, ropes, i, block, x)
-        weights.release_pages()
-    return measured
+    states = embedded(source.config, source.weights, text.calibration)
+    walk = BlocksOnText(source.config, source.weights, states)
+    return [measure(block, walk.inputs(i, block)) for i, block in walk]
 
 
 def outlier_share(block: DecoderBlock, inputs: Mapping[Role, InputStatistics]) -> float:

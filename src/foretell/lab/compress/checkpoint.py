@@ -10,7 +10,7 @@ from jaxtyping import Float
 from foretell.lab.compress.slicing import rotate_rows, slice_block, sliced_config, sliced_norm
 from foretell.lab.quantize.directory import CheckpointDirectory
 from foretell.lab.quantize.job import Source
-from foretell.lab.quantize.layout import EMBEDDING, FINAL_NORM, HEAD, block_tensors
+from foretell.lab.quantize.layout import block_tensors
 from foretell.load import open_checkpoint
 from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.linear import Linear
@@ -18,6 +18,7 @@ from foretell.model.block.rope import RopeTables
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.compressed import compressed_keys
 from foretell.model.load.build import build_block
+from foretell.model.load.weights import EMBEDDING, FINAL_NORM, HEAD
 from foretell.utils.validation import read_json
 
 Tensor = torch.Tensor

@@ -38,10 +38,11 @@ from foretell.lab.compress.sparsegpt import GROUP, SparseGPT
 from foretell.lab.compress.sparsity import Pattern, Sparsity
 from foretell.lab.compress.unfinished import UnfinishedResult, text_digest
 from foretell.lab.quantize.base import Role, linears, set_matrix
-from foretell.lab.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
+from foretell.lab.quantize.calibration import CalibrationText, collect, embedded, run_block
 from foretell.lab.quantize.directory import written_config
 from foretell.lab.quantize.job import Source
-from foretell.lab.quantize.layout import EMBEDDING, shapes_of
+from foretell.lab.quantize.layout import shapes_of
+from foretell.model.block.decoder import decoder_rope_tables
 from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.pack import TWO_OF_FOUR_INPUTS
@@ -263,10 +264,10 @@ def _run_blocks(
     source: Source, chosen: Plan, text: CalibrationText, work: UnfinishedResult, progress: Callable[[int], None]
 ) -> list[int]:
     """Compress the blocks, or measure them; returns the indices of those that stay."""
-    c, weights, dtype, ropes = source.config, source.weights, dtype_of(source), model_rope_tables(source.config)
+    c, weights, dtype, ropes = source.config, source.weights, dtype_of(source), decoder_rope_tables(source.config)
     done, x = work.resume()
     if x is None:
-        x = weights.require(EMBEDDING, c.vocab, c.hidden)[text.calibration].float() * c.embedding_scale
+        x = embedded(c, weights, text.calibration)
     for i in range(done, c.layers):
         block = build_block(c, i, weights, torch.float32, _CPU)
         if chosen.form is not None:

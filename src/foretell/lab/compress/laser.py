@@ -10,10 +10,11 @@ from jaxtyping import Float, Int
 
 from foretell.lab.compress.low_rank import rank_of
 from foretell.lab.quantize.base import Role, linears
-from foretell.lab.quantize.calibration import model_rope_tables, run_block
+from foretell.lab.quantize.calibration import BlocksOnText, run_block
 from foretell.lab.quantize.job import Source
+from foretell.model.block.decoder import decoder_rope_tables
 from foretell.model.block.layer import DecoderBlock
-from foretell.model.load.build import build_block, build_without_blocks
+from foretell.model.load.build import build_without_blocks
 
 Tensor = torch.Tensor
 SHARES = (0.75, 0.5, 0.25, 0.1, 0.05, 0.01)
@@ -22,7 +23,6 @@ _ROLES: tuple[Role, ...] = ("gate_up", "down")
 """The feed-forward matrices, where the paper finds its gains."""
 _CHUNK = 256
 """Positions whose logits are computed at once."""
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,15 @@ class _LateBlocks:
 
     def __init__(self, source: Source, tokens: Int[Tensor, "b s"]) -> None:
         c = self._config = source.config
-        self._tokens, self._ropes = tokens, model_rope_tables(c)
-        self._shell = build_without_blocks(c, source.weights, torch.float32, _CPU)
+        self._tokens, self._ropes = tokens, decoder_rope_tables(c)
+        self._shell = build_without_blocks(c, source.weights, torch.float32, torch.device("cpu"))
         self.first = min(c.layers - 1, c.layers - c.layers // 3)
         self.blocks, self._inputs = list[DecoderBlock](), list[Float[Tensor, "b s d"]]()
-        x = self._shell.embed(tokens.flatten()).view(*tokens.shape, -1)
-        for i in range(c.layers):
-            block = build_block(c, i, source.weights, torch.float32, _CPU)
-            if i >= self.first:
+        walk = BlocksOnText(c, source.weights, self._shell.embed(tokens.flatten()).view(*tokens.shape, -1))
+        for i, block in walk:
+            if i >= self.first and walk.states is not None:
                 self.blocks.append(block)
-                self._inputs.append(x)
-            x = run_block(c, self._ropes, i, block, x)
-            source.weights.release_pages()
+                self._inputs.append(walk.states)
 
     def loss(self, i: int, block: DecoderBlock) -> float:
         """Mean cross-entropy of the text with this block in the place of block `i`."""

@@ -52,11 +52,6 @@ def ordered(results: Sequence[VariantResult]) -> list[VariantResult]:
     return sorted(results, key=lambda r: (not r.price.lossless, r.price.kl, -(r.gain or 0.0)))
 
 
-def unavailable_table(reasons: Mapping[str, str]) -> TextTable:
-    """Variants that cannot be run here."""
-    return TextTable(["way", "why it was not run"], list(reasons.items()))
-
-
 def as_csv(results: Sequence[VariantResult]) -> str:
     """All numbers, one line per variant."""
     rows = [

@@ -16,7 +16,13 @@ from foretell.lab.nat.checkpoint import load_model, require_autoregressive, requ
 from foretell.lab.nat.network import Kind, NatConfig, NatModel
 from foretell.lab.nat.objective import PairBatch, loss_of
 from foretell.lab.nat.pairs import Pair, Subwords, Vocabulary, pad, read_pairs
-from foretell.train.loop.checkpoint import CheckpointState, CheckpointStore, other_training_error
+from foretell.train.loop.checkpoint import (
+    CheckpointState,
+    CheckpointStore,
+    begin_optimizer,
+    optimizer_tensors,
+    other_training_error,
+)
 from foretell.train.loop.curve import StepMetrics, write_curve
 from foretell.train.loop.model_card import CARD
 from foretell.train.loop.settings import option_name
@@ -222,26 +228,16 @@ class NatTrainer:
                 f"{self.out} holds a checkpoint of a training on {state.pairs} pairs, and {self.settings.data} has "
                 f"{len(self._source)} now; give another --out"
             )
-        self._load(self._store.load_tensors())
+        tensors = self._store.load_tensors()
+        begin_optimizer(dict(self.model.named_parameters()), self._optimizer, tensors)
+        self._store.restore(tensors, self._tensors())
         self.curve, self._seconds = list(state.curve), state.seconds
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Weights and the optimizer's state."""
-        out = {"weight/" + name: p.detach() for name, p in self.model.named_parameters()}
-        for name, parameter in self.model.named_parameters():
-            out |= {f"optimizer/{k}/{name}": v for k, v in self._optimizer.state[parameter].items()}
-        return out
-
-    @torch.no_grad()
-    def _load(self, tensors: dict[str, torch.Tensor]) -> None:
-        for name, parameter in self.model.named_parameters():
-            tensor = tensors.get("weight/" + name)
-            if tensor is None or tensor.shape != parameter.shape:
-                raise self._store.missing_tensor_error("weight/" + name)
-            parameter.copy_(tensor)
-            state = {k: tensors.get(f"optimizer/{k}/{name}") for k in ("step", "exp_avg", "exp_avg_sq")}
-            if all(value is not None for value in state.values()):
-                self._optimizer.state[parameter] = state
+        parameters = dict(self.model.named_parameters())
+        weights = {"weight/" + name: p.detach() for name, p in parameters.items()}
+        return weights | optimizer_tensors(parameters, self._optimizer)
 
 
 def write_card(trainer: NatTrainer, command: str) -> None:

@@ -1,7 +1,7 @@
 """Calibration: texts of the model or of the user, and statistics of the inputs of a block's matrices on them."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,13 +9,15 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import nn
 
 from foretell.api import Model
 from foretell.lab.quantize.base import InputStatistics, Role, linears
+from foretell.model.block.decoder import decoder_rope_tables
 from foretell.model.block.layer import DecoderBlock
-from foretell.model.block.rope import RopeTables, rope_tables
+from foretell.model.block.rope import RopeTables
 from foretell.model.config.model import ModelConfig
+from foretell.model.load.build import build_block
+from foretell.model.load.weights import EMBEDDING, Weights
 from foretell.model.training.full_forward import forward_blocks
 from foretell.retrieval.corpus import read_documents, tokenize_documents
 from foretell.tokenizer.codec import TextCodec
@@ -121,14 +123,32 @@ def _sequences(tokens: Sequence[int], length: int, limit: int) -> Int[Tensor, "b
     return torch.from_numpy(np.array(tokens[: count * length], np.int64)).view(-1, length)
 
 
-def model_rope_tables(config: ModelConfig) -> tuple[RopeTables, RopeTables]:
-    """Rotary tables of full and of sliding-window layers, for calibration sequences."""
-    assert config.rope is not None
-    length = min(LENGTH, config.context)
-    full, local = (
-        rope_tables(rope, config.head_dim, config.context) for rope in (config.rope, config.local_rope or config.rope)
-    )
-    return (full[0][:length], full[1][:length]), (local[0][:length], local[1][:length])
+class BlocksOnText:
+    """Iterates over the numbers and the blocks of a model in float32, of which `states` is what the next one reads;
+    None: nothing is read. A block runs when the next one is asked for, with the weights that it has then.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, states: Float[Tensor, "b s d"] | None) -> None:
+        self._config, self._weights, self.states = config, weights, states
+        self._ropes = decoder_rope_tables(config)
+
+    def __iter__(self) -> Iterator[tuple[int, DecoderBlock]]:
+        for i in range(self._config.layers):
+            block = build_block(self._config, i, self._weights, torch.float32, torch.device("cpu"))
+            yield i, block
+            if self.states is not None:
+                self.states = run_block(self._config, self._ropes, i, block, self.states)
+            self._weights.release_pages()
+
+    def inputs(self, i: int, block: DecoderBlock) -> Mapping[Role, InputStatistics]:
+        """Statistics of what the matrices of the block read."""
+        return {} if self.states is None else collect(self._config, self._ropes, i, block, self.states)
+
+
+def embedded(config: ModelConfig, weights: Weights, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s d"]:
+    """What the first block reads of tokens."""
+    table = weights.require(EMBEDDING, config.vocab, config.hidden)
+    return table[tokens].float() * config.embedding_scale
 
 
 def run_block(
@@ -165,16 +185,17 @@ def collect(
     config: ModelConfig, ropes: tuple[RopeTables, RopeTables], i: int, block: DecoderBlock, x: Float[Tensor, "b s d"]
 ) -> Mapping[Role, InputStatistics]:
     """Statistics of the inputs of a block's matrices."""
-    collectors: dict[Role, _Collector] = {role: _Collector() for role in linears(block)}
-    with ExitStack() as hooks:
-        for role, linear in linears(block).items():
-            hooks.callback(linear.register_forward_pre_hook(_hook(collectors[role])).remove)
+    collectors = {role: _Collector() for role in linears(block)}
+    with observed(block, lambda role, x: collectors[role].add(x)):
         run_block(config, ropes, i, block, x)
     return {role: collector.statistics() for role, collector in collectors.items()}
 
 
-def _hook(collector: _Collector):  # type: ignore[no-untyped-def]
-    def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        collector.add(inputs[0])
-
-    return record
+@contextmanager
+def observed(block: DecoderBlock, see: Callable[[Role, Tensor], None]) -> Iterator[None]:
+    """While it lasts, `see` gets what the matrices of the block read."""
+    with ExitStack() as hooks:
+        for role, linear in linears(block).items():
+            hook = linear.register_forward_pre_hook(lambda _, inputs, role=role: see(role, inputs[0]))
+            hooks.callback(hook.remove)
+        yield

@@ -3,45 +3,36 @@
 import torch
 from jaxtyping import Float, Int
 
-from foretell.lab.quantize.calibration import model_rope_tables, run_block
+from foretell.lab.quantize.calibration import BlocksOnText
+from foretell.model.block.decoder import Decoder
 from foretell.model.config.model import ModelConfig
-from foretell.model.load.build import build_block, build_without_blocks
+from foretell.model.load.build import build_without_blocks
 from foretell.model.load.weights import Weights
 from foretell.verify.comparison import Comparison, compare_logits
 
 Tensor = torch.Tensor
 _CHUNK = 256
 """Positions whose distributions are compared at once."""
-_CPU = torch.device("cpu")
 
 
 def compare(
     source: tuple[ModelConfig, Weights], quantized: tuple[ModelConfig, Weights], tokens: Int[Tensor, "b s"]
 ) -> Comparison:
     """Compare the next-token distributions of two models."""
-    (p_states, p_head, p_cap), (q_states, q_head, q_cap) = (_final_states(c, w, tokens) for c, w in (source, quantized))
+    (p, p_states), (q, q_states) = (_final_states(c, w, tokens) for c, w in (source, quantized))
     targets = tokens[:, 1:].flatten()
     parts = [slice(at, at + _CHUNK) for at in range(0, len(targets), _CHUNK)]
-    return compare_logits(
-        (_logits(p_states[part], p_head, p_cap), _logits(q_states[part], q_head, q_cap), targets[part])
-        for part in parts
-    )
+    return compare_logits((p.logits(p_states[part]), q.logits(q_states[part]), targets[part]) for part in parts)
 
 
 @torch.inference_mode()
 def _final_states(
     config: ModelConfig, weights: Weights, tokens: Int[Tensor, "b s"]
-) -> tuple[Float[Tensor, "t d"], Float[Tensor, "v d"], float]:
-    """Input of the head at all positions but the last of a sequence, the head, and the soft cap of its logits."""
-    shell, ropes = build_without_blocks(config, weights, torch.float32, _CPU), model_rope_tables(config)
-    x = shell.embed(tokens.flatten()).view(*tokens.shape, -1)
-    for i in range(config.layers):
-        x = run_block(config, ropes, i, build_block(config, i, weights, torch.float32, _CPU), x)
-    head = shell.head.weight
-    assert isinstance(head, Tensor)
-    return shell.final_norm(x)[:, :-1].flatten(0, 1), head.data, config.logit_softcap
-
-
-def _logits(states: Float[Tensor, "t d"], head: Float[Tensor, "v d"], cap: float) -> Float[Tensor, "t v"]:
-    out = states @ head.T
-    return torch.tanh(out / cap) * cap if cap else out
+) -> tuple[Decoder, Float[Tensor, "t d"]]:
+    """The model without its blocks, and the input of its head at all positions but the last of a sequence."""
+    shell = build_without_blocks(config, weights, torch.float32, torch.device("cpu"))
+    walk = BlocksOnText(config, weights, shell.embed(tokens.flatten()).view(*tokens.shape, -1))
+    for _ in walk:
+        pass
+    assert walk.states is not None
+    return shell, shell.final_norm(walk.states)[:, :-1].flatten(0, 1)

@@ -9,36 +9,26 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.lab.quantize.base import InputStatistics, Quantizer, Role, linears
-from foretell.lab.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
+from foretell.lab.quantize.calibration import BlocksOnText, CalibrationText, embedded
 from foretell.lab.quantize.directory import QuantizedDirectory, written_config
 from foretell.lab.quantize.evaluate import compare
 from foretell.lab.quantize.gguf_file import GGUFFile, embedding_kind
 from foretell.lab.quantize.gguf_grids import FALLBACK, GGUF_GRIDS, GGUFGrid
 from foretell.lab.quantize.grid import Grid, Parameters, QuantizedRows
 from foretell.lab.quantize.integer_grid import IntegerGrid
-from foretell.lab.quantize.layout import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    TensorEntry,
-    block_tensors,
-    require_supported,
-    shapes_of,
-)
+from foretell.lab.quantize.layout import TensorEntry, block_tensors, require_supported, shapes_of
 from foretell.lab.quantize.rtn import round_to_nearest
 from foretell.load import open_checkpoint
 from foretell.model.block.layer import DecoderBlock
 from foretell.model.config.model import ModelConfig
-from foretell.model.load.build import build_block
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.weights import Weights
+from foretell.model.load.weights import EMBEDDING, FINAL_NORM, HEAD, Weights
 from foretell.tokenizer.codec import TextCodec
 from foretell.utils.names import unknown
 from foretell.utils.unfinished import whole
 from foretell.verify.comparison import Comparison
 
 Tensor = torch.Tensor
-_CPU = torch.device("cpu")
 _DIRECTORY_TYPES: Mapping[str, tuple[int, bool]] = {"Q4_0": (4, True), "Q4_1": (4, False), "Q8_0": (8, True)}
 """Bits and symmetry of the types that a directory can hold."""
 _GROUPS = (128, 96, 64, 32, 16, 8)
@@ -209,21 +199,14 @@ def _write(
     progress: Callable[[int], None],
 ) -> None:
     c, weights = source.config, source.weights
-    embedding = weights.require(EMBEDDING, c.vocab, c.hidden)
-    output.add(EMBEDDING, _outer(embedding, target))
-    ropes = model_rope_tables(c)
-    x = embedding[text.calibration].float() * c.embedding_scale if quantizer.calibrated else None
-    del embedding
-    for i in range(c.layers):
-        block = build_block(c, i, weights, torch.float32, _CPU)
-        inputs = {} if x is None else collect(c, ropes, i, block, x)
+    output.add(EMBEDDING, _outer(weights.require(EMBEDDING, c.vocab, c.hidden), target))
+    walk = BlocksOnText(c, weights, embedded(c, weights, text.calibration) if quantizer.calibrated else None)
+    for i, block in walk:
+        inputs = walk.inputs(i, block)
         with torch.inference_mode():
             quantized = quantize_block(c, block, quantizer, target.roles, inputs)
-        if x is not None:
-            x = run_block(c, ropes, i, block, x)
         for name, tensor in block_tensors(c, i, block, quantized):
             output.add(name, tensor)
-        weights.release_pages()
         progress(i + 1)
     output.add(FINAL_NORM, weights.require(FINAL_NORM, c.hidden).float() + c.norm_offset)
     if not c.tied:

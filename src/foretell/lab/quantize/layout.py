@@ -13,9 +13,9 @@ from foretell.model.block.modules import to_weights
 from foretell.model.block.weights import linear_shapes, places_of, tensors_of
 from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import ModelConfig
+from foretell.model.load.weights import EMBEDDING, FINAL_NORM, HEAD
 
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _ROLES: Mapping[str, Role] = {"qkv": "qkv", "output": "output", "mlp.gate_up": "gate_up", "mlp.down": "down"}
 """By the field of `BlockWeights`."""
 
@@ -31,7 +31,7 @@ class TensorEntry:
 
 def shapes_of(config: ModelConfig) -> Mapping[Role, tuple[int, int]]:
     """Outputs and inputs of the matrices of a block by role."""
-    return {_ROLES[path]: shape for path, shape in linear_shapes(config, 0).items()}
+    return {_ROLES[path]: shape for path, shape in linear_shapes(config).items()}
 
 
 def entries(config: ModelConfig) -> Iterator[TensorEntry]:

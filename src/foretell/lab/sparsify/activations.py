@@ -1,16 +1,16 @@
 """What the matrices of a model read on calibration text, one block at a time."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
-from torch import nn
 
 from foretell.lab.quantize.base import Role, linears
-from foretell.lab.quantize.calibration import model_rope_tables, run_block
+from foretell.lab.quantize.calibration import observed, run_block
 from foretell.model.block.activation import gated
+from foretell.model.block.decoder import decoder_rope_tables
 from foretell.model.block.layer import DecoderBlock, FeedForward
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.build import build_block, build_without_blocks
@@ -39,22 +39,17 @@ class BlockActivations:
 
 def block_activations(config: ModelConfig, weights: Weights, tokens: Int[Tensor, "b s"]) -> Iterator[BlockActivations]:
     """The activations of one block after the other, in float32."""
-    ropes = model_rope_tables(config)
+    ropes = decoder_rope_tables(config)
     with torch.inference_mode():
         x = build_without_blocks(config, weights, torch.float32, _CPU).embed(tokens.flatten()).view(*tokens.shape, -1)
     for i in range(config.layers):
         block = build_block(config, i, weights, torch.float32, _CPU)
         seen: dict[Role, list[Tensor]] = {role: [] for role in linears(block)}
-        with ExitStack() as hooks:
-            for role, linear in linears(block).items():
-                hooks.callback(linear.register_forward_pre_hook(_record(seen[role])).remove)
+        with observed(block, partial(_add, seen)):
             x = run_block(config, ropes, i, block, x)
         yield BlockActivations(i, block, {role: torch.cat(parts) for role, parts in seen.items()})
         weights.release_pages()
 
 
-def _record(seen: list[Tensor]):  # type: ignore[no-untyped-def]
-    def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen.append(inputs[0].flatten(0, -2).float())
-
-    return record
+def _add(seen: Mapping[Role, list[Tensor]], role: Role, read: Tensor) -> None:
+    seen[role].append(read.flatten(0, -2).float())

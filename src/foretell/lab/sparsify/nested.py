@@ -12,13 +12,12 @@ from jaxtyping import Float, Int
 from foretell.lab.compress.checkpoint import tensors_of
 from foretell.lab.quantize.directory import CheckpointDirectory
 from foretell.lab.quantize.job import Source
-from foretell.lab.quantize.layout import EMBEDDING, FINAL_NORM, HEAD
 from foretell.lab.sparsify.activations import BlockActivations, block_activations
 from foretell.model.block.layer import DecoderBlock, FeedForward
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.structures import PREFIX_UNIT, prefix_size
 from foretell.model.load.build import build_block
-from foretell.model.load.weights import Weights
+from foretell.model.load.weights import EMBEDDING, FINAL_NORM, HEAD, Weights
 from foretell.utils.unfinished import whole
 
 Tensor = torch.Tensor

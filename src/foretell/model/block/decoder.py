@@ -86,6 +86,14 @@ def decoder_rope_tables(config: ModelConfig) -> tuple[RopeTables, RopeTables]:
     return full, rope_tables(local, local_dim or config.head_dim, config.context) if local else full
 
 
+def bound_logits(config: ModelConfig, out: Float[torch.Tensor, "k v"]) -> Float[torch.Tensor, "k v"]:
+    """Logits from the output of the head: with the architecture's factor and bound."""
+    if config.logit_scale != 1:
+        out = out * config.logit_scale
+    cap = config.logit_softcap
+    return torch.tanh(out / cap) * cap if cap else out
+
+
 class Decoder(nn.Module):
     """A decoder in torch: embedding, blocks, final norm and head. Implements `Network` on any device."""
 
@@ -252,11 +260,4 @@ class Decoder(nn.Module):
 
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Logits of the next token in float32 or wider, from the output of `final_norm`."""
-        return self.bound_logits(widen(self.head(x)))
-
-    def bound_logits(self, out: Float[torch.Tensor, "k v"]) -> Float[torch.Tensor, "k v"]:
-        """Logits from the output of the head: with the architecture's factor and bound."""
-        if self.config.logit_scale != 1:
-            out = out * self.config.logit_scale
-        cap = self.config.logit_softcap
-        return torch.tanh(out / cap) * cap if cap else out
+        return bound_logits(self.config, widen(self.head(x)))

@@ -276,7 +276,7 @@ class DecoderBlock(DecoderLayer):
         v_norm: RMSNorm | None = None,
         reads_keys: bool = False,
         layer_input: LayerInput | None = None,
-        scale: float = 1.0,
+        scale: Float[torch.Tensor, " 1"] | None = None,
         attention_shortcut: Linear | None = None,
         mlp_shortcut: Linear | None = None,
         qk_norm_over: NormedHeads = "head",
@@ -286,13 +286,15 @@ class DecoderBlock(DecoderLayer):
         super().__init__()
         self.qk_norm_over, self.parallel, self.centered = qk_norm_over, parallel, centered
         self.attention_shortcut, self.mlp_shortcut = attention_shortcut, mlp_shortcut
-        self.v_norm, self.reads_keys, self.layer_input, self.scale = v_norm, reads_keys, layer_input, scale
+        self.v_norm, self.reads_keys, self.layer_input = v_norm, reads_keys, layer_input
         self.attention_norm, self.qkv, self.output = attention_norm or nn.Identity(), qkv, output
         self.mlp_norm, self.mlp = mlp_norm or nn.Identity(), mlp
         self.q_norm, self.k_norm = q_norm, k_norm
         self.post_attention_norm, self.post_mlp_norm = post_attention_norm, post_mlp_norm
         self.mixer, self.attention_gate, self.residual_scale = mixer, attention_gate, residual_scale
         self.sinks = None if sinks is None else nn.Parameter(sinks, requires_grad=False)
+        self.scale: Float[torch.Tensor, " 1"] | None
+        self.register_buffer("scale", scale)
 
     @property
     def layer_modules(self) -> Self:
@@ -315,7 +317,7 @@ class DecoderBlock(DecoderLayer):
                 raise ValueError("models with per-layer inputs are not supported in this training")
             x = self.layer_input(x, inputs)
         x = centered(x) if self.centered else x
-        return x if self.scale == 1 else x * self.scale
+        return x if self.scale is None else (x * self.scale).to(x.dtype)
 
     def forward(
         self,

@@ -333,9 +333,9 @@ def linear_places(config: ModelConfig, i: int) -> dict[str, LinearPlace]:
     return {path: linear_of(LINEARS[path], where, path) for path, where in places.items() if LINEARS[path].when(where)}
 
 
-def linear_shapes(config: ModelConfig, i: int) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of the linear layers of block `i`, by the path of their field, its experts left out."""
-    at, shapes = Place(config, i), dict[str, tuple[int, int]]()
+def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the linear layers of the first block, by the path of their field, its experts left out."""
+    at, shapes = Place(config, 0), dict[str, tuple[int, int]]()
     dense = specs_of(BlockWeights)["mlp"]
     assert isinstance(dense, PartSpec)
     for path in LOW_RANK:

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from foretell.core.context import ModelOutput, count_experts
 from foretell.core.tree import NodeMask, TokenTree
 from foretell.model.block.backend import Backend
-from foretell.model.block.decoder import BlockForward, BlockOutput, BlockRange, Decoder, SkipSet
+from foretell.model.block.decoder import BlockForward, BlockOutput, BlockRange, Decoder, SkipSet, bound_logits
 from foretell.model.block.layer import DecoderBlock, RMSNorm
 from foretell.model.block.modules import to_weights
 from foretell.model.block.sparsity import NeuronRule, PredictedNeurons, check_sparse
@@ -158,14 +158,7 @@ class NativeDecoder:
 
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Next-token logits."""
-        return self.bound_logits(self.head(x))
-
-    def bound_logits(self, out: Float[torch.Tensor, "k v"]) -> Float[torch.Tensor, "k v"]:
-        """Logits from the output of the head: with the architecture's factor and bound."""
-        if self.config.logit_scale != 1:
-            out = out * self.config.logit_scale
-        cap = self.config.logit_softcap
-        return torch.tanh(out / cap) * cap if cap else out
+        return bound_logits(self.config, self.head(x))
 
     @property
     def forwards_trees(self) -> bool:
@@ -262,7 +255,7 @@ class NativeDecoder:
         if route_buffer is None and not self.bounds_logits:
             return output
         routes = () if route_buffer is None else tuple(layer.numpy() for layer in routes_of_layers(route_buffer))
-        return replace(output, logits=self.bound_logits(logits), experts=count_experts(routes), routes=routes)
+        return replace(output, logits=bound_logits(self.config, logits), experts=count_experts(routes), routes=routes)
 
     @property
     def backend(self) -> Backend:

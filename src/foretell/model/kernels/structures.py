@@ -290,5 +290,8 @@ def declare_signatures(kernels: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def prefix_size(share: float, neurons: int) -> int:
-    """The largest multiple of `PREFIX_UNIT` within a share of the neurons, but at least one unit; of 1 all of them."""
-    return neurons if share == 1 else min(neurons, max(PREFIX_UNIT, int(share * neurons) // PREFIX_UNIT * PREFIX_UNIT))
+    """The largest multiple of `PREFIX_UNIT` within a share of the neurons, but at least one unit; of 1 all of them. Of
+    networks of at most a unit each neuron counts.
+    """
+    unit = PREFIX_UNIT if neurons > PREFIX_UNIT else 1
+    return neurons if share == 1 else max(unit, int(share * neurons) // unit * unit)

@@ -21,7 +21,7 @@ from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_header import GGUFHeader, gguf_config
 from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.native import packable_block, weight_dtype
-from foretell.model.load.weights import EMBEDDING, SafetensorsWeights, Weights
+from foretell.model.load.weights import EMBEDDING, FINAL_NORM, HEAD, SafetensorsWeights, Weights
 from foretell.model.run.assistant import Assistant, Blocks, CentroidHead
 from foretell.model.run.network import Network
 from foretell.utils.validation import Fields, read_json
@@ -79,7 +79,7 @@ def run_assistant(read: Fields, config: ModelConfig, weights: Weights, target: N
         ValueError: a tensor is missing, or the target is not in memory as a whole.
     """
     sources = tuple(layer - config.layers for layer in config.kv_layers)
-    norm = RMSNorm(weights.require("model.norm.weight", config.hidden).to(target.device), config.norm_eps)
+    norm = RMSNorm(weights.require(FINAL_NORM, config.hidden).to(target.device), config.norm_eps)
     if not isinstance(target, NativeDecoder | Decoder):
         raise ValueError("mtp needs the whole model in memory; run it without a memory limit, or use another method")
 
@@ -180,7 +180,7 @@ def _head(
     matrix: Callable[[str, int, int], Function],
     target: NativeDecoder | Decoder,
 ) -> Function:
-    is_own = not read.flag("tie_word_embeddings", default=True) or weights.get("lm_head.weight") is not None
+    is_own = not read.flag("tie_word_embeddings", default=True) or weights.get(HEAD) is not None
     name = "lm_head" if is_own else EMBEDDING.removesuffix(".weight")
     if not read.flag("use_ordered_embeddings", default=False):
         return matrix(name, config.vocab, config.hidden)

@@ -27,7 +27,6 @@ class PlacedNetwork:
 
     network: NativeDecoder
     placement: Placement
-    peak_bytes: int
 
 
 def check_placeable(config: ModelConfig, device: torch.device, sparse: SparseModel) -> None:
@@ -85,7 +84,7 @@ def place_network(
     placed = [made.with_neurons(i, block, n) for i, (block, n) in enumerate(zip(blocks, placement.hot, strict=True))]
     network = outer.with_blocks(placed)
     network.neuron_counts, network.file_reads = made.counts, made.reads
-    return PlacedNetwork(network, placement, fixed + sum(placement.hot) * size)
+    return PlacedNetwork(network, placement)
 
 
 def build_placed_network(

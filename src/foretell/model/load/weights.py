@@ -43,10 +43,8 @@ _NEVER_READ = ("rotary_emb.inv_freq", "attn.masked_bias")
 _BLOCKS = ("_blocks", "_scales")
 """Ends of the names of experts in MXFP4."""
 _NUMBER = re.compile(r"\.experts\.\d+\.")
-EMBEDDING = "model.embed_tokens.weight"
-"""Name of the embedding."""
-HEAD = "lm_head.weight"
-"""Name of the output matrix."""
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+"""Names of the embedding, of the last norm (of most families) and of the output matrix."""
 _AGAIN = "download it again"
 
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
-from foretell.model.block.decoder import BlockForward, BlockOutput, BlockRange, SkipSet, run_blocks
+from foretell.model.block.decoder import BlockForward, BlockOutput, BlockRange, SkipSet, bound_logits, run_blocks
 from foretell.model.cache.base import Cache
 from foretell.model.cache.layout import Layout
 from foretell.model.config.model import ModelConfig
@@ -158,9 +158,6 @@ class BlocklessNetwork(OuterNetwork, Protocol[B]):
     def without_blocks(self, config: ModelConfig, skip: SkipSet) -> "BlocklessNetwork[B]":
         """The same embedding, norm and head for another configuration of the blocks."""
 
-    def bound_logits(self, out: Float[torch.Tensor, "k v"]) -> Float[torch.Tensor, "k v"]:
-        """Logits from the output of the head."""
-
 
 class OffloadedDecoder(NetworkWrapper, Generic[B]):
     """Implements `Network` over a `BlockStore` (the on-demand target of LLMCad, arXiv 2309.04255).
@@ -179,7 +176,7 @@ class OffloadedDecoder(NetworkWrapper, Generic[B]):
             return self._outer.logits(x)
         first = self.store.count - self._head_pieces
         out = [self.store.get(i)(x) for i in range(first, self.store.count)]
-        return self._outer.bound_logits(torch.cat(out, -1))
+        return bound_logits(self.config, torch.cat(out, -1))
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks; blocks that are not resident are in memory one at a time."""

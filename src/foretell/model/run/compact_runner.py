@@ -100,6 +100,38 @@ def check_whole(runner: Runner) -> None:
         )
 
 
+class DraftsBesideTarget(NetworkRunner):
+    """A runner that drafts with what another runner, the target's, has cached."""
+
+    _target: DecoderRunner | None = None
+
+    def attach(self, target: Runner) -> None:
+        """Draft with the cache of this runner.
+
+        Raises:
+            ValueError: it is not a runner of the own decoder, with the whole cache.
+        """
+        target = target.innermost
+        check_whole(target)
+        if not isinstance(target, DecoderRunner):
+            raise ValueError(
+                f"this method drafts with the target's cache, and {type(target).__name__} is not of the own decoder; "
+                "use another method"
+            )
+        self._target = target
+
+    @property
+    def target(self) -> DecoderRunner:
+        """The runner with the whole cache.
+
+        Raises:
+            ValueError: none was attached.
+        """
+        if self._target is None:
+            raise ValueError("a drafter with the target's cache works in an engine only")
+        return self._target
+
+
 @torch.inference_mode()
 def observe_queries(
     runner: NetworkRunner, row: int, tokens: Sequence[int], slots: int
@@ -149,7 +181,7 @@ def select_slots(
     return torch.stack(selected).cpu().numpy()
 
 
-class SparseCacheRunner(CompactRunner):
+class SparseCacheRunner(CompactRunner, DraftsBesideTarget):
     """A target that attends to a part of what another runner of it has cached: a draft of itself for long texts
     (MagicDec, arXiv 2408.11049; TriForce, arXiv 2404.11912).
 
@@ -168,35 +200,12 @@ class SparseCacheRunner(CompactRunner):
         self.policy, self.refresh = policy, refresh
         self.selections = 0
         """Selections made so far."""
-        self._target: DecoderRunner | None = None
 
     def attach(self, target: Runner) -> None:
-        """Select from the cache of this runner.
-
-        Raises:
-            ValueError: it is not a runner of the own decoder, with the whole cache.
-        """
-        target = target.innermost
-        check_whole(target)
-        if not isinstance(target, DecoderRunner):
-            raise ValueError(
-                f"this method drafts with a part of the target's cache, and {type(target).__name__} is not of the own "
-                "decoder; use another method"
-            )
+        """Select from the cache of this runner; see `DraftsBesideTarget.attach`."""
+        super().attach(target)
         if self.policy.accumulates:
-            target.record_attention()
-        self._target = target
-
-    @property
-    def target(self) -> DecoderRunner:
-        """The runner with the whole cache.
-
-        Raises:
-            ValueError: none was attached.
-        """
-        if self._target is None:
-            raise ValueError("a drafter with a part of the target's cache works in an engine only")
-        return self._target
+            self.target.record_attention()
 
     @torch.inference_mode()
     def follow(self, context: Context) -> None:

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from foretell.core.context import Context, ModelOutput
 from foretell.core.tree import TokenTree
 from foretell.model.kernels.kv_cache import NativeKVCache
-from foretell.model.run.compact_runner import check_whole
+from foretell.model.run.compact_runner import DraftsBesideTarget
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
 from foretell.model.run.runner import Layers, Marks, Rows, Runner
 
 
-class UpperHalvesRunner(DecoderRunner):
+class UpperHalvesRunner(DraftsBesideTarget, DecoderRunner):
     """A runner over the cache of another runner of the same network, of whose int8 numbers it reads the upper 4 bits
     (QuantSpec, arXiv 2502.10424).
 
@@ -29,29 +29,13 @@ class UpperHalvesRunner(DecoderRunner):
                 "the policy upper_halves reads the upper halves of an int8 cache on the CPU kernels, and this target's "
                 f"cache is {network.config.cache_dtype}; use --kv-cache-dtype int8-halves, or another policy"
             )
-        self._target: DecoderRunner | None = None
 
     def attach(self, target: Runner) -> None:
-        """Read the cache of this runner.
-
-        Raises:
-            ValueError: it is not a runner of the own decoder with the whole cache, in halves.
-        """
-        check_whole(target)
-        if not isinstance(target, DecoderRunner) or not isinstance(target.cache, NativeKVCache):
-            raise ValueError("this method drafts in the target's own cache, and the target is not of the own decoder")
-        self._target, self.cache = target, target.cache.upper_halves
-
-    @property
-    def target(self) -> DecoderRunner:
-        """The runner whose cache it reads.
-
-        Raises:
-            ValueError: none was attached.
-        """
-        if self._target is None:
-            raise ValueError("a drafter in the target's own cache works in an engine only")
-        return self._target
+        """Read the cache of this runner; see `DraftsBesideTarget.attach`."""
+        super().attach(target)
+        cache = self.target.cache
+        assert isinstance(cache, NativeKVCache)  # as the own one: both are of the same network
+        self.cache = cache.upper_halves
 
     def follow(self, context: Context) -> None:
         """Nothing: what the target has read is there."""

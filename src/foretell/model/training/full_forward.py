@@ -28,19 +28,24 @@ def full_forward(
     first: int = 0,
     last: int | None = None,
     attention: AttentionBackend | None = None,
-    token: Int[torch.Tensor, "b s"] | None = None,
+    inputs: Float[torch.Tensor, "b s l w"] | None = None,
 ) -> Float[torch.Tensor, "b s d"]:
     """Blocks `first .. last-1` (None: to the end) of a decoder over sequences from position 0, padded at the end.
 
     Where layers share keys and values, calls for parts of the blocks share an `attention`. Layers with inputs of their
-    own need the tokens.
+    own need those of `inputs_of_layers`.
     """
-    blocks, inputs = list(decoder.blocks)[first:last], None
-    if decoder.layer_inputs is not None and token is not None:
-        flat = token.flatten()
-        inputs = decoder.layer_inputs(flat, decoder.embed(flat)).unflatten(0, token.shape)[:, :, first:]
     ropes = decoder.rope_tables, decoder.local_rope_tables
+    blocks = list(decoder.blocks)[first:last]
     return forward_blocks(blocks, decoder.config, ropes, x, first, attention, inputs=inputs)
+
+
+def inputs_of_layers(decoder: Decoder, token: Int[torch.Tensor, "b s"]) -> Float[torch.Tensor, "b s l w"] | None:
+    """Each layer's own inputs of tokens; None: the decoder has none."""
+    if decoder.layer_inputs is None:
+        return None
+    flat = token.flatten()
+    return decoder.layer_inputs(flat, decoder.embed(flat)).unflatten(0, token.shape)
 
 
 def forward_blocks(
@@ -55,8 +60,8 @@ def forward_blocks(
 ) -> Float[torch.Tensor, "b s d"]:
     """Blocks `first, first+1, …` of a configuration; `ropes`: rotary tables of full and of sliding-window layers.
 
-    `attention` (None: causal) of inputs at the positions `position`, [s] or [b, s] (None: `0, 1, …`). `inputs`: each
-    layer's own, from that of `first` on.
+    `attention` (None: causal) of inputs at the positions `position`, [s] or [b, s] (None: `0, 1, …`). `inputs`: the
+    own ones of all layers.
     """
     position = torch.arange(x.shape[1], device=x.device) if position is None else position
     attention = CausalAttention(config) if attention is None else attention
@@ -64,7 +69,7 @@ def forward_blocks(
     for i, block in enumerate(blocks, first):
         assert isinstance(block, DecoderBlock)
         rotation = None if i in config.unrotated_layers else angles[config.window_of(i) > 0]
-        own = None if inputs is None else inputs[:, :, i - first]
+        own = None if inputs is None else inputs[:, :, i]
         x = block(x, config.sizes_of(i), rotation, i, attention, own)
     return x
 

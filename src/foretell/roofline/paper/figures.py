@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from foretell.roofline.analysis import AnalyzedModel, analyse
+from foretell.roofline.analysis import analyse, builtin_model
 from foretell.roofline.attention import Fusion
 from foretell.roofline.cost import device_rates, op_costs, scalar, total_cost
 from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import Hardware, hardware_from_table, known_hardware, memory_tier
-from foretell.roofline.model_configs import find_model
 from foretell.roofline.op_graph import OpGraph
 from foretell.roofline.paper.accounting import paper_graph
 from foretell.roofline.sweep import Axis, sweep
@@ -36,11 +35,6 @@ class Figure:
 def survey_gpu() -> Hardware:
     """The survey's GPU."""
     return known_hardware()[DEVICE]
-
-
-def builtin_model(name: str) -> AnalyzedModel:
-    """A built-in model."""
-    return AnalyzedModel(*find_model(name))
 
 
 def _roofline(name: str, bandwidth: float, peak: float, max_intensity: float) -> Records:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from foretell.roofline.analysis import AnalyzedModel, check_devices
+from foretell.roofline.analysis import AnalyzedModel, builtin_model, check_devices
 from foretell.roofline.arrivals import Request, poisson_requests
 from foretell.roofline.cli_inputs import parse_fusion, parse_rates, parse_shape, parse_stage, select_methods
 from foretell.roofline.cost import device_rates
 from foretell.roofline.formats import NumberFormat, parse_format
 from foretell.roofline.hardware import Hardware, memory_tier, with_overrides
 from foretell.roofline.method_profiles import MethodProfile
-from foretell.roofline.model_configs import builtin_models, find_model, read_config
+from foretell.roofline.model_configs import builtin_models, read_config
 from foretell.roofline.model_variants import check_part
 from foretell.roofline.names import look_up
 from foretell.roofline.offload import Offload, PlacedOffload, place_offload
@@ -68,11 +68,6 @@ def page_runtimes() -> dict[str, Runtime]:
     return {name: runtime for name, runtime in known_runtimes().items() if not runtime.expansion}
 
 
-@lru_cache(maxsize=256)
-def _builtin(name: str) -> AnalyzedModel:
-    return AnalyzedModel(*find_model(name))
-
-
 @lru_cache(maxsize=16)
 def pasted_model(text: str) -> AnalyzedModel:
     """The model that a config.json describes.
@@ -118,7 +113,7 @@ class Known:
         with _about(field):
             names = {n: n for n in (*self.extra, *builtin_models())}
             known = look_up(names, name, "draft model" if field == "draft" else "model")
-            return self.extra[known] if known in self.extra else _builtin(known)
+            return self.extra[known] if known in self.extra else builtin_model(known)
 
     def device(self, s: Setting) -> Hardware:
         """The device with the figures that the settings replace, under a runtime.

@@ -16,7 +16,7 @@ from foretell.speculator.formats.base import (
 )
 from foretell.speculator.formats.eagle import FLAGS, tensor_sources
 from foretell.speculator.formats.layers import refuse_parts_of_layers
-from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.base import Speculator, last_undrafted
 from foretell.speculator.network.cached_layers import CachedLayersConfig
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
@@ -158,12 +158,9 @@ def library_frame(verifier: Verifier, kind: str, architecture: str, proposed: in
 
 
 def mask_token(network: PEagle | DFlash) -> int:
-    """The mask's token, or the one whose row a learned mask takes: the last that is not drafted, rare in texts."""
-    if network.config.mask_token is not None:
-        return network.config.mask_token
-    drafted = set() if network.token_of is None else set(network.token_of.tolist())
-    last = network.target_info.vocab - 1
-    return next((token for token in range(last, -1, -1) if token not in drafted), last)
+    """The mask's token, or the one whose row a learned mask takes."""
+    own = network.config.mask_token
+    return last_undrafted(network.token_of, network.target_info.vocab) if own is None else own
 
 
 def library_config(

@@ -50,6 +50,12 @@ def check_mask_token(token: int, vocab: int) -> None:
         )
 
 
+def last_undrafted(draft_tokens: Int[torch.Tensor, " n"] | None, vocab: int) -> int:
+    """A token to stand for a mask: the last one that is not drafted, which is rare or does not occur in texts."""
+    drafted = set() if draft_tokens is None else set(draft_tokens.tolist())
+    return next((token for token in reversed(range(vocab)) if token not in drafted), vocab - 1)
+
+
 @dataclass(frozen=True)
 class TokenSubset:
     """A subset of the draft vocabulary, for losses with a sampled softmax."""

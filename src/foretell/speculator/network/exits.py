@@ -16,7 +16,8 @@ from foretell.model.block.rope import RopeTables, rope_tables
 from foretell.model.config.model import ModelConfig
 from foretell.model.training.full_forward import forward_blocks
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
-from foretell.speculator.network.draft_model import DraftNetwork, blank_blocks, draft_config, frozen_copy
+from foretell.speculator.network.blocks import blank_blocks, frozen_copy
+from foretell.speculator.network.draft_model import DraftNetwork, draft_config
 from foretell.utils.validation import FrozenModel
 
 Halting = Literal["agreement", "geometric", "policy", "token", "sequence"]

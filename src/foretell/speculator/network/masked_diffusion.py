@@ -11,22 +11,17 @@ from torch import nn
 
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
-from foretell.model.block.layer import RMSNorm
-from foretell.model.block.linear import Linear
-from foretell.model.config.model import ModelConfig
 from foretell.model.diffusion.attention import MaskedAttention
 from foretell.model.diffusion.config import DiffusionConfig
 from foretell.model.diffusion.predictor import MaskPredictor
 from foretell.model.training.full_forward import forward_blocks
-from foretell.speculator.network.base import Speculator, SpeculatorConfig
-from foretell.speculator.network.draft_model import BlockRopes, blank_blocks, frozen_copy
+from foretell.speculator.network.blocks import BlocksConfig, BlocksNetwork, blank_norm
 
 
-class MaskedDiffusionConfig(SpeculatorConfig):
+class MaskedDiffusionConfig(BlocksConfig):
     """Configuration of a masked diffusion model that drafts for an autoregressive one."""
 
     kind: Literal["masked_diffusion"] = "masked_diffusion"
-    model: ModelConfig
     mask_token: int = Field(ge=0)
     """Id of the mask token in the target's vocabulary."""
     shifted: bool = True
@@ -47,7 +42,7 @@ class MaskedDiffusionConfig(SpeculatorConfig):
         return DiffusionConfig(self.model, self.mask_token, self.shifted, self.block)
 
 
-class MaskedDiffusion(Speculator):
+class MaskedDiffusion(BlocksNetwork):
     """A decoder whose attention is not causal: it predicts masked tokens from the tokens on both sides.
 
     Its blocks, its final norm and the mask's embedding are trained and stored.
@@ -58,15 +53,12 @@ class MaskedDiffusion(Speculator):
 
     def __init__(self, config: MaskedDiffusionConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(config, embedding_and_head)
-        self.model = replace(config.model, vocab=embedding_and_head.vocab)
-        self.blocks = blank_blocks(config.model)
-        self.norm = RMSNorm(torch.ones(config.model.hidden), config.model.norm_eps)
-        self.requires_grad_(True)
+        self.model = replace(self.model, tied=False)
+        self.norm = blank_norm(config.model)
         row = embedding_and_head.embedding.detach().float()
         self.mask_embedding = nn.Parameter(row.mean(0))
         self.own_embedding: nn.Parameter | None
         self.register_parameter("own_embedding", nn.Parameter(row.clone()) if config.own_embedding else None)
-        self.ropes = BlockRopes(self.model)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -101,14 +93,11 @@ class MaskedDiffusion(Speculator):
 
     def to_decoder(self, dtype: torch.dtype) -> Decoder:
         """A copy as a decoder, whose embedding has the mask's row."""
-        blocks = [frozen_copy(block, dtype) for block in self.blocks]
-        norm = RMSNorm(self.norm.weight.detach().clone(), self.model.norm_eps)
         table = self.get_buffer("_embedding") if self.own_embedding is None else self.own_embedding.detach()
         embedding = table.to(dtype, copy=True)
         if self.own_embedding is None:
             embedding[self.config.mask_token] = self.mask_embedding.detach().to(embedding)
-        config = replace(self.model, tied=False)
-        return Decoder(config, embedding, blocks, norm, Linear(self.lm_head.detach().to(dtype)))
+        return self.decoder(self.norm, dtype, embedding)
 
     def to_predictor(self, dtype: torch.dtype | None = None) -> MaskPredictor:
         """A copy that predicts masked tokens, in the dtype of the target's embedding unless another is given."""

@@ -1,8 +1,8 @@
 """The multi-stage MLP speculator: a recurrent network from the target's last hidden state over the drafted tokens."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,9 @@ from torch import nn
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.block.linear import widen
 from foretell.model.kernels import NativeStages
-from foretell.speculator.network.base import Speculator, SpeculatorConfig, TokenSubset
+from foretell.speculator.network.base import Speculator, TokenSubset
+from foretell.speculator.network.recurrent import RecurrentConfig, RecurrentNetwork
 
-T = TypeVar("T")
 NORM_EPS = 1e-6
 _INIT_LOGIT_STD = 2.5
 """Standard deviation of logits at initialisation, of the order of a language model's."""
@@ -25,7 +25,7 @@ _SAMPLED_ROWS = 1000
 """Rows of a matrix from which its mean row norm is estimated."""
 
 
-class MLPSpeculatorConfig(SpeculatorConfig):
+class MLPSpeculatorConfig(RecurrentConfig):
     """Configuration of a multi-stage MLP speculator."""
 
     kind: Literal["mlp_speculator"] = "mlp_speculator"
@@ -80,7 +80,7 @@ def _rms_norm(x: Float[torch.Tensor, "*t e"]) -> Float[torch.Tensor, "*t e"]:
     return F.rms_norm(wide, (x.shape[-1],), eps=NORM_EPS).to(x.dtype)
 
 
-class MLPSpeculator(Speculator):
+class MLPSpeculator(RecurrentNetwork):
     """`stages` predictions, each from the previous state and the previous token (Wertheimer et al., arXiv 2404.19124).
 
     ``s_i = GELU(norm_i(project_i s_{i-1} + w emb_i(token_{i-1})))``, ``logits_i = head_i s_i``, where `s_0` is the
@@ -90,10 +90,10 @@ class MLPSpeculator(Speculator):
     """
 
     kind = "mlp_speculator"
+    config: MLPSpeculatorConfig
 
     def __init__(self, config: MLPSpeculatorConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(config, embedding_and_head)
-        self.config: MLPSpeculatorConfig = config
         n, e, d, v = config.stages, config.inner, embedding_and_head.hidden, embedding_and_head.vocab
         shared = 1 if config.tied else n
         first = d * (1 + len(config.more_hidden_layers))
@@ -128,11 +128,6 @@ class MLPSpeculator(Speculator):
         )
         return out
 
-    @property
-    def stages(self) -> int:
-        """Number of stages: the maximum depth of a draft."""
-        return self.config.stages
-
     def initial_state(self, features: Sequence[Float[torch.Tensor, "*t d"]]) -> Float[torch.Tensor, "*t w"]:
         """The state before the first stage, from one tensor per layer of `hidden_layers`."""
         last, *more = (f.to(self.dtype) for f in features)
@@ -150,12 +145,11 @@ class MLPSpeculator(Speculator):
     def draft_step(
         self, state: Float[torch.Tensor, "k i"], token: Int[torch.Tensor, " k"], stage: int
     ) -> tuple[Float[torch.Tensor, "k e"], Float[torch.Tensor, "k w"]]:
-        """`next_state` and its `stage_logits`; on the CPU kernels after `pack_network`."""
+        """As `RecurrentNetwork.draft_step`; on the CPU kernels after `pack_network`."""
         if self.native is not None:
             state, logits = self.native[stage](state, self.embed(token))
             return state, self._apply_softcap(logits)
-        state = self.next_state(state, token, stage)
-        return state, self.stage_logits(state, stage)
+        return super().draft_step(state, token, stage)
 
     def _embedded(self, token: Int[torch.Tensor, "*t"], stage: int) -> Float[torch.Tensor, "*t e"]:
         module = self.token[stage % len(self.token)]
@@ -177,33 +171,11 @@ class MLPSpeculator(Speculator):
     ) -> Float[torch.Tensor, "*t w"]:
         """Logits over the draft vocabulary, or a subset of it, from inputs of a stage's output head."""
         if not self.config.own_embedding:
-            return self.compute_logits(head_input, subset)
+            return super().head_logits(head_input, stage, subset)
         head = self.output[stage % len(self.output)]
         if subset is None:
             return widen(head(head_input))
         return widen(F.linear(head_input, head.get_parameter("weight")[subset.columns])) + subset.logit_offset
-
-    def stage_logits(self, state: Float[torch.Tensor, "*t e"], stage: int) -> Float[torch.Tensor, "*t w"]:
-        """Logits over the draft vocabulary from a stage's state."""
-        return self.head_logits(self.head_input(state, stage), stage)
-
-    def forward(
-        self,
-        features: Sequence[Float[torch.Tensor, "*t d"]],
-        tokens: Int[torch.Tensor, "*t n"],
-        loss: Callable[[Sequence[Float[torch.Tensor, "*t r"]]], T],
-    ) -> T:
-        """`loss` of the inputs of all stages' output heads, with teacher forcing.
-
-        `tokens[..., i]` is the token `i + 1` positions after the features'. The loss is computed inside `forward`
-        because it calls `head_logits`, and a sharded network (FSDP) gathers its weights during this call only; and
-        because logits of all stages at once would be the largest tensor of training.
-        """
-        state, head_inputs = self.initial_state(features), []
-        for stage in range(self.stages):
-            state = self.next_state(state, tokens[..., stage], stage)
-            head_inputs.append(self.head_input(state, stage))
-        return loss(head_inputs)
 
     @torch.no_grad()
     def published_tensors(self) -> dict[str, Float[torch.Tensor, "r c"] | Float[torch.Tensor, " r"]]:

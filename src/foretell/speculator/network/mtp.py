@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import nn
 
-from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.block.layer import RMSNorm
 from foretell.model.block.linear import Linear
@@ -23,14 +22,15 @@ from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.structures import Precision
 from foretell.model.load.assistant import run_assistant
 from foretell.model.load.mtp import PublishedLayer
-from foretell.model.load.weights import EMBEDDING, NamedWeights
+from foretell.model.load.weights import EMBEDDING, FINAL_NORM, NamedWeights
 from foretell.model.run.assistant import Assistant
 from foretell.model.run.mtp import MTPLayer, MTPModule
 from foretell.model.run.network import Network
 from foretell.model.run.vocabulary import ReducedVocabulary
 from foretell.model.training.chunked_attention import KeyValue
 from foretell.model.training.full_forward import CausalAttention, forward_blocks
-from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork
+from foretell.speculator.network.blocks import BlocksNetwork, blank_norm
+from foretell.speculator.network.draft_model import DraftModelConfig
 from foretell.utils.validation import Fields
 
 NORMS = ("norm", "embedding_norm", "hidden_norm")
@@ -58,7 +58,7 @@ class MTPInputs(nn.Module):
         return x
 
 
-class MTPNetwork(DraftNetwork):
+class MTPNetwork(BlocksNetwork):
     """Layers of multi-token prediction, each a block like the target's last one; see `MTPLayer`, which runs them.
 
     Layer `k` of several predicts from the output of the layer before it. A single layer reads its own output.
@@ -66,11 +66,9 @@ class MTPNetwork(DraftNetwork):
 
     kind = "mtp"
     config: MTPConfig
-    starts_from = ()
 
     def __init__(self, config: MTPConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(config, embedding_and_head)
-        del self.norm
         self.inputs = nn.ModuleList(MTPInputs(config.model) for _ in self.blocks).requires_grad_(True)
 
     @property
@@ -83,7 +81,7 @@ class MTPNetwork(DraftNetwork):
         """Layers of multi-token prediction."""
         return len(self.blocks)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         token: Int[torch.Tensor, "b s"],
         state: Float[torch.Tensor, "b s d"],
@@ -115,13 +113,9 @@ class MTPNetwork(DraftNetwork):
             for name in NORMS:
                 getattr(part, name).weight.copy_(getattr(layer, name))
 
-    def to_decoder(self, dtype: torch.dtype) -> Decoder:
-        """A copy of the blocks as a decoder in a dtype."""
-        return self._decoder(self.parts[0].norm, dtype)
-
     def to_layer(self, precision: Precision | None = None) -> MTPLayer:
-        """A copy for drafting; see `to_network`."""
-        run, dtype = self._run(precision), self.get_buffer("_embedding").dtype
+        """A copy for drafting; see `BlocksNetwork.run`."""
+        run, dtype = self.run(self.parts[0].norm, precision), self.get_buffer("_embedding").dtype
 
         def part(own: MTPInputs) -> MTPModule:
             weight = own.combine.weight.detach().to(dtype)
@@ -139,7 +133,7 @@ class AssistantConfig(DraftModelConfig):
     kind: Literal["assistant"] = "assistant"
 
 
-class AssistantNetwork(DraftNetwork):
+class AssistantNetwork(BlocksNetwork):
     """A small decoder with a head of its own; see `Assistant`, which runs it."""
 
     kind = "assistant"
@@ -153,9 +147,10 @@ class AssistantNetwork(DraftNetwork):
         self.softcap = 0.0  # its logits have no bound
         self.combine, self.project = Linear(torch.zeros(width, 2 * d)), Linear(torch.zeros(d, width))
         self.head = nn.Parameter(torch.zeros(config.target.vocab, width))
+        self.norm = blank_norm(config.model)
         self.requires_grad_(True)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         token: Int[torch.Tensor, "b s"],
         state: Float[torch.Tensor, "b s d"],
@@ -179,11 +174,10 @@ class AssistantNetwork(DraftNetwork):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its weights by their published names."""
-        tensors: dict[str, torch.Tensor] = {EMBEDDING: self.lm_head, "model.norm.weight": self.norm.weight}
+        tensors: dict[str, torch.Tensor] = {EMBEDDING: self.lm_head, FINAL_NORM: self.norm.weight}
         tensors |= {"pre_projection.weight": self.combine.weight, "post_projection.weight": self.project.weight}
         for i, block in enumerate(self.blocks):
             tensors |= tensors_of(self.model, i, to_weights(block))
-            tensors[f"model.layers.{i}.layer_scalar"] = torch.ones(1)
         return {name: tensor.detach().to(self.dtype) for name, tensor in tensors.items()}
 
     def to_assistant(self, target: Network) -> Assistant:

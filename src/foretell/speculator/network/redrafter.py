@@ -1,7 +1,7 @@
 """ReDrafter: a recurrent network over the drafted tokens, beside the target's last hidden state."""
 
-from collections.abc import Callable, Sequence
-from typing import Literal, Self, TypeVar
+from collections.abc import Sequence
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -10,14 +10,13 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
-from foretell.speculator.network.base import Speculator, SpeculatorConfig, TokenSubset
+from foretell.speculator.network.recurrent import RecurrentConfig, RecurrentNetwork
 
-T = TypeVar("T")
 _INIT_SCALE = 0.1
 """Size of the random part of the first outputs, relative to the target's state."""
 
 
-class ReDrafterConfig(SpeculatorConfig):
+class ReDrafterConfig(RecurrentConfig):
     """Configuration of a ReDrafter."""
 
     kind: Literal["redrafter"] = "redrafter"
@@ -47,17 +46,17 @@ class ReDrafterConfig(SpeculatorConfig):
         return self
 
 
-class ReDrafter(Speculator):
+class ReDrafter(RecurrentNetwork):
     """ReDrafter (arXiv 2403.09919): the state `s_i = SiLU(A s_(i-1) + B emb(token_(i-1)))` starts at zero; with the
     target's last hidden state `h` it gives the input of the output matrix, through residual layers. All steps share
     their weights.
     """
 
     kind = "redrafter"
+    config: ReDrafterConfig
 
     def __init__(self, config: ReDrafterConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(config, embedding_and_head)
-        self.config: ReDrafterConfig = config
         d, e, width = embedding_and_head.hidden, config.inner, config.exit_width or embedding_and_head.hidden
         self.recur = nn.Linear(e, e, bias=False) if config.recurrent else None
         self.token = nn.Linear(d, e) if config.recurrent else None
@@ -87,18 +86,13 @@ class ReDrafter(Speculator):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
 
-    @property
-    def stages(self) -> int:
-        """Tokens that it was trained to draft: the maximum depth."""
-        return self.config.stages
-
     def initial_state(self, features: Sequence[Float[torch.Tensor, "*t d"]]) -> Float[torch.Tensor, "*t w"]:
         """The target's state and a recurrent state of zeros."""
         h = features[0].to(self.dtype)
         return torch.cat((h, h.new_zeros(*h.shape[:-1], self.config.inner)), -1)
 
     def next_state(
-        self, state: Float[torch.Tensor, "*t w"], token: Int[torch.Tensor, "*t"]
+        self, state: Float[torch.Tensor, "*t w"], token: Int[torch.Tensor, "*t"], stage: int
     ) -> Float[torch.Tensor, "*t w"]:
         """The target's state and the recurrent state after a token."""
         h, s = state.split((self.target_info.hidden, self.config.inner), -1)
@@ -107,37 +101,9 @@ class ReDrafter(Speculator):
             return torch.cat((h, s + embedded), -1)
         return torch.cat((h, F.silu(self.recur(s) + self.token(embedded)).to(h.dtype)), -1)
 
-    def draft_step(
-        self, state: Float[torch.Tensor, "k w"], token: Int[torch.Tensor, " k"], stage: int
-    ) -> tuple[Float[torch.Tensor, "k w"], Float[torch.Tensor, "k v"]]:
-        """`next_state`, and the logits after it."""
-        state = self.next_state(state, token)
-        return state, self.compute_logits(self.head_input(state))
-
-    def head_input(self, state: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t d"]:
+    def head_input(self, state: Float[torch.Tensor, "*t w"], stage: int) -> Float[torch.Tensor, "*t d"]:
         """The input of the output matrix."""
         x: torch.Tensor = state if self.combine is None else self.combine(state)
         for layer in self.layers:
             x = x + F.silu(layer(x))
         return x
-
-    def head_logits(
-        self, head_input: Float[torch.Tensor, "*t d"], stage: int, subset: TokenSubset | None = None
-    ) -> Float[torch.Tensor, "*t w"]:
-        """Logits over the draft vocabulary, or a subset of it."""
-        return self.compute_logits(head_input, subset)
-
-    def forward(
-        self,
-        features: Sequence[Float[torch.Tensor, "*t d"]],
-        tokens: Int[torch.Tensor, "*t n"],
-        loss: Callable[[Sequence[Float[torch.Tensor, "*t d"]]], T],
-    ) -> T:
-        """`loss` of the inputs of the head at all steps, with teacher forcing; `tokens[..., i]` is the token `i + 1`
-        positions after the features'.
-        """
-        state, head_inputs = self.initial_state(features), []
-        for stage in range(self.stages):
-            state = self.next_state(state, tokens[..., stage])
-            head_inputs.append(self.head_input(state))
-        return loss(head_inputs)

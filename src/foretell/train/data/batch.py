@@ -19,7 +19,3 @@ class Batch:
     """Tokens to learn: those of an answer, or of plain text, and no padding."""
     features: tuple[Float[torch.Tensor, "b s d"], ...]
     """One tensor per hidden layer of the recipe, in the recipe's order."""
-
-    def shifted_loss_mask(self, offset: int) -> Bool[torch.Tensor, "b t"]:
-        """For positions `0 .. s-offset-1`: whether the token `offset` positions later is to be learned."""
-        return self.loss_mask[:, offset:]

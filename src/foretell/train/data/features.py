@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from foretell.model.block.decoder import Decoder
 from foretell.model.config.model import ModelConfig
-from foretell.model.training.full_forward import CausalAttention, full_forward
+from foretell.model.training.full_forward import CausalAttention, full_forward, inputs_of_layers
 from foretell.train.data.hidden_state_cache import HiddenStateCache
 
 _WIDTH_MULTIPLE = 16
@@ -63,8 +63,9 @@ def compute_hidden_states(
     """
     layers, done, attention = decoder.config.layers, 0, attention or CausalAttention(decoder.config)
     x, states = decoder.embed(token.reshape(-1)).view(*token.shape, -1), dict[int, torch.Tensor]()
+    inputs = inputs_of_layers(decoder, token)
     for stop in sorted({min(t, layers) for t in hidden_layers}):
-        x = full_forward(decoder, x, done, stop, attention, token)
+        x = full_forward(decoder, x, done, stop, attention, inputs)
         states[stop], done = x, stop
     if layers + 1 in hidden_layers:
         states[layers + 1] = decoder.final_norm(x)

@@ -1,7 +1,7 @@
 """Checkpoints of gradient descent, from which an interrupted training goes on as an uninterrupted one."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -9,9 +9,16 @@ from pathlib import Path
 import torch
 from jaxtyping import Int
 
-from foretell.train.loop.checkpoint import FOLDER, CheckpointState, CheckpointStore, as_argument, other_training_error
+from foretell.train.loop.checkpoint import (
+    FOLDER,
+    CheckpointState,
+    CheckpointStore,
+    as_argument,
+    begin_optimizer,
+    optimizer_tensors,
+    other_training_error,
+)
 
-_ADAM = ("step", "exp_avg", "exp_avg_sq")
 _RANDOM = "random"
 """The state of torch's random numbers."""
 
@@ -59,13 +66,10 @@ class Checkpoints:
             if then != now:
                 raise other_training_error(self.out, name, then, now)
         tensors = self._store.load_tensors()
-        for name, tensor in self._tensors(optimizer).items():
-            tensor.copy_(self._require(tensors, name, tensor.shape))
-        for i, parameter in enumerate(_parameters(optimizer)):
-            parts = {part: tensors.get(f"optimizer/{part}/{i}") for part in _ADAM}
-            if all(part is not None for part in parts.values()):
-                optimizer.state[parameter] = parts
-        torch.set_rng_state(self._require(tensors, _RANDOM, torch.get_rng_state().shape))
+        begin_optimizer(_parameters(optimizer), optimizer, tensors)
+        random = torch.get_rng_state()
+        self._store.restore(tensors, self._tensors(optimizer) | {_RANDOM: random})
+        torch.set_rng_state(random)
         self._begun -= state.seconds
         return list(state.losses)
 
@@ -79,10 +83,7 @@ class Checkpoints:
         stop, now = self.should_stop(), time.monotonic()
         if not (stop or finished or now - self._saved >= 60 * self.save_minutes):
             return
-        tensors = self._tensors(optimizer) | {_RANDOM: torch.get_rng_state()}
-        for i, parameter in enumerate(_parameters(optimizer)):
-            tensors |= {f"optimizer/{part}/{i}": value for part, value in optimizer.state[parameter].items()}
-        self._store.write_tensors(len(losses), tensors)
+        self._store.write_tensors(len(losses), self._tensors(optimizer) | {_RANDOM: torch.get_rng_state()})
         training = {name: as_argument(value) for name, value in self.training.items()}
         seconds = now - self._begun
         self._store.commit(DescentState(step=len(losses), seconds=seconds, training=training, losses=tuple(losses)))
@@ -91,18 +92,15 @@ class Checkpoints:
             raise KeyboardInterrupt
 
     def _tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        weights = {f"weight/{i}": p.detach() for i, p in enumerate(_parameters(optimizer))}
-        return weights | {f"buffer/{name}": buffer for name, buffer in self.buffers.items()}
-
-    def _require(self, tensors: Mapping[str, torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:
-        tensor = tensors.get(name)
-        if tensor is None or tensor.shape != shape:
-            raise self._store.missing_tensor_error(name)
-        return tensor
+        parameters = _parameters(optimizer)
+        weights = {f"weight/{i}": p.detach() for i, p in parameters.items()}
+        buffers = {f"buffer/{name}": buffer for name, buffer in self.buffers.items()}
+        return weights | buffers | optimizer_tensors(parameters, optimizer)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:
-    return (p for group in optimizer.param_groups for p in group["params"])
+def _parameters(optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
+    """The parameters by their numbers."""
+    return {str(i): p for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
 
 
 def digest(tokens: Int[torch.Tensor, " n"]) -> str:

@@ -20,7 +20,7 @@ from foretell.model.block.layer import FeedForward, RMSNorm, Stream
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.structures import prefix_size
 from foretell.model.training.full_forward import full_forward
-from foretell.speculator.network.draft_model import blank_blocks
+from foretell.speculator.network.blocks import blank_blocks
 from foretell.train.exits.checkpoints import Checkpoints
 from foretell.train.exits.descent import Descent, OnStep, ignore_step
 from foretell.train.exits.shallow_deep import aligned_distance

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from foretell.core.tree import root_tree
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
+from foretell.model.run.runner import Runner
 from foretell.train.data.dataset import Document
 
 _LONGEST = 512
@@ -101,10 +102,14 @@ def document_states(
     """
     runner = DecoderRunner(network)
     for tokens, first in texts_to_learn(documents, num_tokens, longest):
-        tree = root_tree([tokens[-1]]).with_prefix([tokens])
-        output = runner.forward([0], tree, scored=np.zeros_like(tree.valid), hidden_layers=layers)
-        yield tokens, first, list(output.hidden_states)
+        yield tokens, first, list(text_states(runner, tokens, layers))
         runner.truncate(0, 0)
+
+
+def text_states(runner: Runner, tokens: Sequence[int], layers: Sequence[int]) -> tuple[Float[torch.Tensor, "s d"], ...]:
+    """The states of layers at tokens, which an empty row 0 reads in one pass."""
+    tree = root_tree([tokens[-1]]).with_prefix([tokens])
+    return runner.forward([0], tree, scored=np.zeros_like(tree.valid), hidden_layers=layers).hidden_states
 
 
 def texts_to_learn(documents: Sequence[Document], num_tokens: int, longest: int) -> Iterator[tuple[list[int], int]]:

@@ -17,6 +17,7 @@ import torch
 from pydantic import model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+from torch import nn
 
 from foretell.train.loop.curve import StepMetrics
 from foretell.train.loop.settings import TrainingSettings, option_name
@@ -30,6 +31,8 @@ FOLDER = "checkpoint"
 _STEP = re.compile(r"step-\d+(\.part)?")
 """Names of checkpoints."""
 _STATE = "state.json"
+_ADAM = ("step", "exp_avg", "exp_avg_sq")
+"""State of AdamW for every parameter that has had a gradient."""
 
 
 class CheckpointState(FrozenModel):
@@ -130,6 +133,18 @@ class CheckpointStore(Generic[S]):
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: damaged ({error}); delete {folder}") from error
 
+    def restore(self, tensors: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors of the latest checkpoint into those of the same names.
+
+        Raises:
+            ValueError: one is missing or has the wrong shape.
+        """
+        for name, tensor in into.items():
+            stored = tensors.get(name)
+            if stored is None or stored.shape != tensor.shape:
+                raise self.missing_tensor_error(name)
+            tensor.copy_(stored)
+
     def missing_tensor_error(self, tensor: str) -> ValueError:
         """The error for a tensor that is missing or has the wrong shape."""
         return ValueError(
@@ -168,6 +183,25 @@ class CheckpointStore(Generic[S]):
 
     def _part(self, step: int) -> Path:
         return self._folder / f"step-{step:09d}.part"
+
+
+def optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> TensorDict:
+    """Adam's state of named parameters, not copied."""
+    return {
+        f"optimizer/{part}/{name}": value
+        for name, parameter in parameters.items()
+        for part, value in optimizer.state[parameter].items()
+    }
+
+
+def begin_optimizer(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Give parameters a state of zeros where `tensors` holds Adam's state of them, to be restored from it."""
+    for name, parameter in parameters.items():
+        if any(f"optimizer/{part}/{name}" in tensors for part in _ADAM):
+            zeros = {part: torch.zeros_like(parameter, requires_grad=False) for part in _ADAM[1:]}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
 
 
 def check_resumable(state: TrainState, settings: TrainingSettings, target: str, documents: int, processes: int) -> None:

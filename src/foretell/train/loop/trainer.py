@@ -15,7 +15,14 @@ from torch import nn
 
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import DocumentChunk, FeatureSource, pad_sequences, padded_width
-from foretell.train.loop.checkpoint import CheckpointStore, TrainState, check_resumable, step_of
+from foretell.train.loop.checkpoint import (
+    CheckpointStore,
+    TrainState,
+    begin_optimizer,
+    check_resumable,
+    optimizer_tensors,
+    step_of,
+)
 from foretell.train.loop.curve import StepMetrics, write_curve
 from foretell.train.loop.distributed import create_strategy, local_shard
 from foretell.train.loop.ema import ExponentialMovingAverage
@@ -30,8 +37,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
-"""State of AdamW for every parameter that has had a gradient."""
 _SEED_FACTOR = 1_000_003
 """Distance between the seeds of two trainings: more than a training has steps."""
 _SHOWN_DOCUMENTS = 12
@@ -325,24 +330,15 @@ class Trainer:
         self.curve = list(state.curve)
 
     def _tensors(self) -> TensorDict:
-        out = {f"recipe/{name}": value for name, value in self.job.recipe.state().items()}
-        for name, parameter in self._parameters().items():
-            for key, value in self._optimizer_state(parameter).items():
-                out[f"optimizer/{key}/{name}"] = local_shard(value)
-        return out | self._module_tensors()
+        """This process's tensors in a checkpoint, not copied: the recipe's, the optimizer's, weights, persistent
+        buffers and the moving average.
+        """
+        return {f"recipe/{name}": value for name, value in self.job.recipe.state().items()} | self._own_tensors()
 
     @torch.no_grad()
     def _load(self, tensors: TensorDict) -> None:
-        for key, tensor in self._module_tensors().items():
-            tensor.copy_(self._require_tensor(tensors, key, tensor.shape))
-        for name, parameter in self._parameters().items():
-            state = self._optimizer_state(parameter)
-            keys = {part: f"optimizer/{part}/{name}" for part in _ADAM_STATE}
-            for part, key in keys.items() if any(key in tensors for key in keys.values()) else ():
-                state[part] = (
-                    torch.zeros((), device=parameter.device) if part == "step" else torch.zeros_like(parameter)
-                )
-                local_shard(state[part]).copy_(self._require_tensor(tensors, key, local_shard(state[part]).shape))
+        begin_optimizer(self._parameters(), self._optimizer.optimizer, tensors)
+        self._store.restore(tensors, self._own_tensors())
         try:
             self.job.recipe.load_state(
                 {k.removeprefix("recipe/"): v for k, v in tensors.items() if k.startswith("recipe/")}
@@ -350,27 +346,18 @@ class Trainer:
         except (KeyError, ValueError, RuntimeError) as error:
             raise self._store.missing_tensor_error(f"recipe/{error}") from error
 
-    def _module_tensors(self) -> TensorDict:
-        """The module's tensors in a checkpoint, not copied: weights, persistent buffers and the moving average."""
-        persistent = self.job.measured_recipe.module.state_dict()
-        out: TensorDict = {"weight/" + n: local_shard(p.detach()) for n, p in self._parameters().items()}
+    def _own_tensors(self) -> TensorDict:
+        """Those beside the recipe's."""
+        parameters, persistent = self._parameters(), self.job.measured_recipe.module.state_dict()
+        out = optimizer_tensors(parameters, self._optimizer.optimizer)
+        out |= {"weight/" + n: p.detach() for n, p in parameters.items()}
         out |= {"buffer/" + n: b for n, b in _strip_ddp_prefix(self._module.named_buffers()).items() if n in persistent}
         if self._ema:
-            out |= {"average/" + n: local_shard(v) for n, v in _strip_ddp_prefix(self._ema.values.items()).items()}
-        return out
-
-    def _require_tensor(self, tensors: TensorDict, key: str, shape: torch.Size) -> torch.Tensor:
-        tensor: torch.Tensor | None = tensors.get(key)
-        if tensor is None or tensor.shape != shape:
-            raise self._store.missing_tensor_error(key)
-        return tensor
+            out |= {"average/" + n: v for n, v in _strip_ddp_prefix(self._ema.values.items()).items()}
+        return {name: local_shard(tensor) for name, tensor in out.items()}
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in _strip_ddp_prefix(self._module.named_parameters()).items() if p.requires_grad}
-
-    def _optimizer_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = self._optimizer.optimizer.state[parameter]
-        return state
 
 
 def _strip_ddp_prefix(named: Iterable[tuple[str, T]]) -> dict[str, T]:

@@ -143,20 +143,24 @@ class RecipeSetup:
         layers, checkpoint = self.config.layers, self.checkpoint
         return checkpoint.decoder(torch.float32, range(max(layers - count, 0), layers)).cpu() if checkpoint else None
 
+    def configuration(self, kind: type[Config], options: RecipeOptions, /, **own: object) -> Config:
+        """The configuration of a network: the options that it has by their names, and `own` values.
+
+        Raises:
+            ValueError: values that do not fit the target.
+        """
+        values = {"target": self.card, "draft_vocab": self.draft_vocab}
+        return validate(kind, values | options.model_dump(include=set(kind.model_fields)) | own, "--set")
+
     def layer_values(self, options: LayerOptions) -> dict[str, Any]:
-        """The configuration of layers of the size of the target's blocks."""
+        """What the configuration of layers has of the target's blocks."""
         c = self.config
         return {
-            "target": self.card,
-            "draft_vocab": self.draft_vocab,
-            "own_head": options.own_head,
             "heads": c.heads,
             "kv_heads": c.kv_heads,
             "head_dim": c.head_dim,
             "ffn": options.ffn or c.ffn,
             "context": c.context,
-            "layers": options.layers,
-            "window": options.window,
             "window_layers": tuple(range(options.layers if options.window else 0)),
             "norm_eps": c.norm_eps,
             "rope": c.rope or RopeConfig(),

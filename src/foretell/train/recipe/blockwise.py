@@ -35,12 +35,8 @@ class BlockwiseRecipe(HeadsRecipe):
     def build(cls, setup: RecipeSetup) -> Self:
         """Build heads that initially predict what the target's own head predicts."""
         o = setup.parse_options(BlockwiseTraining)
-        config = BlockwiseConfig(
-            target=setup.card,
-            draft_vocab=setup.draft_vocab,
-            heads=o.heads,
-            inner=4 * setup.card.hidden if o.inner is None else o.inner,
-        )
+        inner = 4 * setup.card.hidden if o.inner is None else o.inner
+        config = setup.configuration(BlockwiseConfig, o, inner=inner)
         return cls(setup, setup.create_network(Blockwise, config), o)
 
     def combine(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:

@@ -29,7 +29,6 @@ from foretell.train.recipe.base import (
     RecipeSetup,
 )
 from foretell.train.recipe.init_from_target import init_dflash_from_target
-from foretell.utils.validation import validate
 
 CORRECTIONS = {
     "": None,
@@ -99,7 +98,7 @@ class DFlashRecipe(LabelledRecipe):
     def build(cls, setup: RecipeSetup) -> Self:
         """Build layers of the size of the target's blocks."""
         o = setup.parse_options(DFlashTraining)
-        config = validate(DFlashConfig, _config_values(setup, o), "--set")
+        config = setup.configuration(DFlashConfig, o, **_config_values(setup, o))
         return cls(setup, DFlash(config, setup.embedding_and_head), o)
 
     @property
@@ -162,7 +161,6 @@ class DFlashRecipe(LabelledRecipe):
 
 
 def _config_values(setup: RecipeSetup, o: DFlashTraining) -> dict[str, Any]:
-    shared = {"block_size", "predicts_from_anchor", "fc_norm", "markov_rank", "confidence", "convolution"}
     window = o.window or setup.config.context + EXTRA_POSITIONS
     every = {"window": window, "window_layers": tuple(range(o.layers)), "window_causal": True}
     return {
@@ -170,5 +168,4 @@ def _config_values(setup: RecipeSetup, o: DFlashTraining) -> dict[str, Any]:
         **(every if o.causal else {}),
         "hidden_layers": parse_hidden_layers(o.hidden_layers, setup.card.layers + 1, "--set hidden_layers"),
         "correction": CORRECTIONS[o.correction],
-        **o.model_dump(include=shared | {"mask_token", "qk_norm"}),
     }

@@ -97,12 +97,8 @@ class DraftModelRecipe(Recipe):
         """
         options = setup.parse_options(DraftModelTraining)
         blocks = select_blocks(options, setup)
-        config = DraftModelConfig(
-            target=setup.card,
-            draft_vocab=setup.draft_vocab,
-            model=draft_config(setup.config, blocks),
-            blocks=() if setup.checkpoint is None else blocks,
-        )
+        kept = () if setup.checkpoint is None else blocks
+        config = setup.configuration(DraftModelConfig, options, model=draft_config(setup.config, blocks), blocks=kept)
         network = DraftNetwork(config, setup.embedding_and_head)
         init_draft(network, setup, blocks)
         return cls(network, config, options, setup)
@@ -146,7 +142,7 @@ class DraftModelRecipe(Recipe):
     def _loss_positions(self, batch: Batch) -> Bool[torch.Tensor, "b s"]:
         """Positions whose next token is to be learned, in the draft vocabulary, and missed by earlier drafts."""
         mask = torch.zeros_like(batch.loss_mask)
-        mask[:, :-1] = batch.shifted_loss_mask(1)
+        mask[:, :-1] = batch.loss_mask[:, 1:]
         if self._draftable is not None:
             mask[:, :-1] &= self._draftable.to(mask.device)[batch.token[:, 1:]]
         if len(self._earlier):

@@ -22,7 +22,6 @@ from foretell.train.data.features import parse_hidden_layers
 from foretell.train.objective.unrolled import TargetLabels, mean_loss, top1_agreement
 from foretell.train.recipe.base import MAX_COUNT, MEASURE_TREE_NODES, LabelledRecipe, LayerOptions, Loss, RecipeSetup
 from foretell.train.recipe.init_from_target import init_from_target
-from foretell.utils.validation import validate
 
 
 def feature_loss(predicted: Float[torch.Tensor, "k d"], feature: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, ""]:
@@ -130,7 +129,7 @@ class Eagle3Recipe(EagleRecipe):
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a layer of the size of the target's blocks, on four hidden states."""
         o = setup.parse_options(Eagle3Training)
-        config = validate(EagleConfig, eagle3_values(setup, "eagle3", o), "--set")
+        config = setup.configuration(EagleConfig, o, **eagle3_values(setup, "eagle3", o))
         return cls(setup, Eagle3(config, setup.embedding_and_head), o)
 
     def inputs(self, batch: Batch) -> Sequence[Float[torch.Tensor, "b s d"]]:
@@ -187,7 +186,7 @@ class Eagle1Recipe(Eagle3Recipe):
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a layer of the size of the target's blocks."""
         o = setup.parse_options(Eagle1Training)
-        config = validate(EagleConfig, setup.layer_values(o) | {"kind": "eagle"}, "--set")
+        config = setup.configuration(EagleConfig, o, kind="eagle", **setup.layer_values(o))
         return cls(setup, Eagle1(config, setup.embedding_and_head), o)
 
     def inputs(self, batch: Batch) -> Sequence[Float[torch.Tensor, "b s d"]]:
@@ -213,11 +212,10 @@ class Eagle1Recipe(Eagle3Recipe):
 
 
 def eagle3_values(setup: RecipeSetup, kind: str, options: Eagle3LayerTraining) -> dict[str, Any]:
-    """The configuration of layers on fused hidden states."""
+    """What the configuration of layers on fused hidden states has beside the options."""
     n = setup.card.layers
     given = parse_hidden_layers(options.hidden_layers, n + 1, "--set hidden_layers")
-    flags = {name: getattr(options, name) for name in ("fc_norm", "norm_before_residual", "norm_output")}
-    return setup.layer_values(options) | flags | {"kind": kind, "hidden_layers": given or fused_layers(n)}
+    return setup.layer_values(options) | {"kind": kind, "hidden_layers": given or fused_layers(n)}
 
 
 def fused_layers(layers: int) -> tuple[int, ...]:

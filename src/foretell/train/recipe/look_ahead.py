@@ -90,7 +90,7 @@ class LookAheadRecipe(Recipe):
     def build(cls, setup: RecipeSetup) -> Self:
         """Build the embeddings."""
         options = setup.parse_options(LookAheadTraining)
-        config = LookAheadConfig(target=setup.card, draft_vocab=setup.draft_vocab, ahead=options.ahead)
+        config = setup.configuration(LookAheadConfig, options)
         return cls(setup.create_network(LookAheadEmbeddings, config), config, setup, options)
 
     @property

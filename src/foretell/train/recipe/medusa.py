@@ -39,14 +39,7 @@ class MedusaRecipe(HeadsRecipe):
     def build(cls, setup: RecipeSetup) -> Self:
         """Build heads that initially predict what the target's own head predicts."""
         o = setup.parse_options(MedusaTraining)
-        config = MedusaConfig(
-            target=setup.card,
-            draft_vocab=setup.draft_vocab,
-            own_head=o.own_head,
-            heads=o.heads,
-            blocks=o.blocks,
-        )
-        return cls(setup, setup.create_network(Medusa, config), o)
+        return cls(setup, setup.create_network(Medusa, setup.configuration(MedusaConfig, o)), o)
 
     def combine(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
         """The weighted sum."""

@@ -15,6 +15,7 @@ from foretell.catalogue.options.feature_level import BeamSearchOptions, MLPSpecu
 from foretell.engine.method import AnyMethod
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from foretell.speculator.network.recurrent import RecurrentNetwork
 from foretell.speculator.network.redrafter import ReDrafter, ReDrafterConfig
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
@@ -76,10 +77,10 @@ class ReDrafterTraining(RecurrentTraining):
 class RecurrentRecipe(Recipe):
     """The loss summed over the stages, with teacher forcing."""
 
-    network: MLPSpeculator | ReDrafter
+    network: RecurrentNetwork
 
     def __init__(
-        self, setup: RecipeSetup, network: MLPSpeculator | ReDrafter, options: RecurrentTraining, frozen_head: bool
+        self, setup: RecipeSetup, network: RecurrentNetwork, options: RecurrentTraining, frozen_head: bool
     ) -> None:
         self.network, self.config, self.options, self._frozen = network, network.config, options, frozen_head
         index = setup.draft_index()
@@ -120,16 +121,8 @@ class MLPSpeculatorRecipe(RecurrentRecipe):
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a network of the given sizes."""
         o = setup.parse_options(MLPSpeculatorTraining)
-        config = MLPSpeculatorConfig(
-            target=setup.card,
-            draft_vocab=setup.draft_vocab,
-            own_head=o.own_head,
-            stages=o.stages,
-            inner=o.inner,
-            tied=o.tied,
-            scale_input=o.scale_input,
-            more_hidden_layers=parse_hidden_layers(o.more_hidden_layers, setup.card.layers, "--set more_hidden_layers"),
-        )
+        more = parse_hidden_layers(o.more_hidden_layers, setup.card.layers, "--set more_hidden_layers")
+        config = setup.configuration(MLPSpeculatorConfig, o, more_hidden_layers=more)
         network = setup.create_network(MLPSpeculator, config)
         return cls(setup, network, o, network.head is None and not config.own_embedding)
 
@@ -149,9 +142,7 @@ class ReDrafterRecipe(RecurrentRecipe):
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a network of the given sizes."""
         o = setup.parse_options(ReDrafterTraining)
-        inner = o.inner or min(1024, setup.card.hidden)
-        sizes = {"stages": o.stages, "inner": inner, "layers": o.layers, "own_head": o.own_head}
-        config = ReDrafterConfig.model_validate({"target": setup.card, "draft_vocab": setup.draft_vocab, **sizes})
+        config = setup.configuration(ReDrafterConfig, o, inner=o.inner or min(1024, setup.card.hidden))
         network = setup.create_network(ReDrafter, config)
         return cls(setup, network, o, network.head is None)
 

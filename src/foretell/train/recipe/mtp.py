@@ -22,7 +22,7 @@ from foretell.train.objective.unrolled import top1_agreement, unrolled_loss
 from foretell.train.recipe.base import MAX_COUNT, MEASURE_TREE_NODES, LabelledRecipe, LabelOptions, Loss, RecipeSetup
 from foretell.train.recipe.eagle import sample_positions
 from foretell.train.recipe.init_from_target import EMBEDDING_SHARE, OUTPUT_SCALE, at_least, root_mean_square
-from foretell.utils.validation import Fields, validate
+from foretell.utils.validation import Fields
 
 _RECURSIVE_STEPS = 3
 """Steps of a single layer on its own outputs (FastMTP's)."""
@@ -72,12 +72,8 @@ class MTPRecipe(LabelledRecipe):
         """
         o = setup.parse_options(MTPTraining)
         published = [] if setup.checkpoint is None else setup.checkpoint.prediction_layers()
-        values = {
-            "target": setup.card,
-            "draft_vocab": setup.draft_vocab,
-            "model": layers_like(setup.config, o.layers or len(published) or 1),
-        }
-        network = setup.create_network(MTPNetwork, validate(MTPConfig, values, "--set"))
+        model = layers_like(setup.config, o.layers or len(published) or 1)
+        network = setup.create_network(MTPNetwork, setup.configuration(MTPConfig, o, model=model))
         recipe = cls(setup, network, o)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(setup.seed)
@@ -164,8 +160,8 @@ class AssistantRecipe(MTPRecipe):
             layer_inputs=None, window_layers=tuple(range(layers - 1)) if target.window_layers else (),
         )  # fmt: skip
         model = assistant_config(Fields({"backbone_hidden_size": target.hidden}, "train assistant"), own, target)
-        config = validate(AssistantConfig, {"target": setup.card, "model": model}, "--set")
-        network = replace(setup, draft_tokens=None).create_network(AssistantNetwork, config)
+        whole = replace(setup, draft_tokens=None)
+        network = whole.create_network(AssistantNetwork, whole.configuration(AssistantConfig, o, model=model))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(setup.seed)
             init_from_head(network, setup)

@@ -19,7 +19,6 @@ from foretell.train.objective.unrolled import TargetLabels, top1_agreement, unro
 from foretell.train.recipe.base import MAX_COUNT, MEASURE_TREE_NODES, Loss, RecipeSetup
 from foretell.train.recipe.eagle import Eagle3LayerTraining, EagleRecipe, eagle3_values
 from foretell.train.recipe.init_from_target import init_masks
-from foretell.utils.validation import validate
 
 
 class PEagleTraining(Eagle3LayerTraining):
@@ -52,8 +51,8 @@ class PEagleRecipe(EagleRecipe):
     def build(cls, setup: RecipeSetup) -> Self:
         """Build layers of the size of the target's blocks, on four hidden states."""
         o = setup.parse_options(PEagleTraining)
-        values = eagle3_values(setup, "p_eagle", o) | {"depth": o.depth}
-        return cls(setup, PEagle(validate(PEagleConfig, values, "--set"), setup.embedding_and_head), o)
+        config = setup.configuration(PEagleConfig, o, **eagle3_values(setup, "p_eagle", o))
+        return cls(setup, PEagle(config, setup.embedding_and_head), o)
 
     @property
     def draft_length(self) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 from foretell.catalogue.one_pass import pard_method
 from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.engine.method import AnyMethod
-from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.base import Speculator, last_undrafted
 from foretell.speculator.network.draft_model import draft_config
 from foretell.speculator.network.pard import PardConfig, PardNetwork
 from foretell.train.data.batch import Batch
@@ -19,7 +19,6 @@ from foretell.train.objective.block import sample_blocks
 from foretell.train.objective.unrolled import top1_agreement, unrolled_loss
 from foretell.train.recipe.base import MEASURE_TREE_NODES, LabelledRecipe, LabelOptions, Loss, RecipeSetup
 from foretell.train.recipe.draft_model import init_draft, select_blocks
-from foretell.utils.validation import validate
 
 
 class PardTraining(LabelOptions):
@@ -68,16 +67,16 @@ class PardRecipe(LabelledRecipe):
         """
         o = setup.parse_options(PardTraining)
         blocks = select_blocks(o, setup)
-        values = {
-            "target": setup.card,
-            "draft_vocab": setup.draft_vocab,
-            "model": draft_config(setup.config, blocks),
-            "blocks": () if setup.checkpoint is None else blocks,
-            "depth": o.depth,
-            "state_layers": parse_hidden_layers(o.states, setup.card.layers + 1, "--set states"),
-            "mask_token": _mask_token(setup) if o.mask_token is None else o.mask_token,
-        }
-        network = PardNetwork(validate(PardConfig, values, "--set"), setup.embedding_and_head)
+        rare = last_undrafted(setup.draft_tokens, setup.card.vocab)
+        config = setup.configuration(
+            PardConfig,
+            o,
+            model=draft_config(setup.config, blocks),
+            blocks=() if setup.checkpoint is None else blocks,
+            state_layers=parse_hidden_layers(o.states, setup.card.layers + 1, "--set states"),
+            mask_token=rare if o.mask_token is None else o.mask_token,
+        )
+        network = PardNetwork(config, setup.embedding_and_head)
         init_draft(network, setup, blocks)
         return cls(setup, network, o)
 
@@ -107,9 +106,3 @@ class PardRecipe(LabelledRecipe):
         """A dynamic tree, verified greedily."""
         assert isinstance(network, PardNetwork)
         return pard_method(network, DFlashOptions(num_draft_tokens=MEASURE_TREE_NODES))
-
-
-def _mask_token(setup: RecipeSetup) -> int:
-    """The last token that is not drafted: it is rare, or does not occur in texts."""
-    drafted = set() if setup.draft_tokens is None else set(setup.draft_tokens.tolist())
-    return next((t for t in reversed(range(setup.card.vocab)) if t not in drafted), setup.card.vocab - 1)

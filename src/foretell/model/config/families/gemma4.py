@@ -41,7 +41,7 @@ def _read(read: Fields, layers: int) -> dict[str, Any]:
         "local_rope": local_rope,
         "window": read.integer("sliding_window", default=512, least=1),
         "window_layers": tuple(i for i in range(layers) if i not in full),
-        "kv_layers": _kv_layers(read, types),
+        "kv_layers": _kv_layers(read, types, read.integer("num_kv_shared_layers", default=0)),
         "values_are_keys": read.flag("attention_k_eq_v", default=False),
         "qkv_bias": biased,
         "output_bias": biased,
@@ -94,12 +94,8 @@ def _ropes(read: Fields, full_dim: int, local_dim: int) -> tuple[RopeConfig, Rop
     return read_rope(full, 1e6, trained, full_dim), read_rope(local, 1e4, trained, local_dim)
 
 
-def _kv_layers(read: Fields, types: Sequence[str]) -> tuple[int, ...]:
+def _kv_layers(read: Fields, types: Sequence[str], shared: int) -> tuple[int, ...]:
     """For every layer the one whose keys and values it reads: of those shared the last one before, of the same type."""
-    return _shared_layers(read, types, read.integer("num_kv_shared_layers", default=0))
-
-
-def _shared_layers(read: Fields, types: Sequence[str], shared: int) -> tuple[int, ...]:
     layers = len(types)
     own = layers - shared
     if not shared:
@@ -157,7 +153,7 @@ def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Coll
         ),
         "window": read.integer("attention.sliding_window", least=1),
         "window_layers": tuple(i for i, is_local in enumerate(local) if is_local),
-        "kv_layers": _shared_layers(read, [_SLIDING if each else _FULL for each in local], shared),
+        "kv_layers": _kv_layers(read, [_SLIDING if each else _FULL for each in local], shared),
         "values_are_keys": f"blk.{full[0]}.attn_v.weight" not in tensors,
         "attention_scale": 1.0,
         "embedding_scale": values["hidden"] ** 0.5,
