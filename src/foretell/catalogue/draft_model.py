@@ -11,7 +11,6 @@ from foretell.catalogue.build_context import (
     chain,
     dynamic_tree,
     rejection,
-    require_network,
     sorted_paths,
 )
 from foretell.catalogue.entry import Entry, Paper
@@ -38,21 +37,16 @@ from foretell.draft import (
     DrafterUnion,
     DraftModel,
     OnlineDrafter,
-    Predictor,
     PromptLookup,
 )
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.config.read_weights import expert_weights, layer_weights
 from foretell.shape import (
     BranchingTree,
     Chain,
     DynamicTree,
-    ExpertAwareTree,
-    ExpertSizes,
     FixedTree,
     LLMCadTree,
     MergedTree,
-    Shape,
     Trie,
     optimal_tree,
 )
@@ -104,25 +98,8 @@ def sequoia(context: BuildContext, options: SequoiaOptions) -> AnyMethod:
 
 
 def dynamic_draft_tree(context: BuildContext, options: DynamicTreeOptions) -> AnyMethod:
-    """EAGLE-2's tree of a draft model, or those of its nodes that share experts."""
-    shape: Shape[Predictor] = dynamic_tree(options, options.num_steps)
-    if options.expert_aware:
-        shape = ExpertAwareTree(shape, _expert_sizes(context))
-    return Method(require_draft_model(context), shape, Match())
-
-
-def _expert_sizes(context: BuildContext) -> ExpertSizes:
-    """The sizes of the target's experts."""
-    config = require_network(context, "reads which experts the target's tokens have").config
-    experts = config.experts
-    if experts is None:
-        raise ValueError(
-            f"expert_aware is for mixtures of experts, and this target ({config.architecture}) is dense; leave it out"
-        )
-    expert = expert_weights(config)
-    beside = layer_weights(config) - len(experts.layers) * experts.active * expert
-    head = config.vocab * config.hidden
-    return ExpertSizes(experts.count, experts.active, len(experts.layers), expert, beside + head)
+    """EAGLE-2's tree of a draft model."""
+    return Method(require_draft_model(context), dynamic_tree(options, options.num_steps), Match())
 
 
 def spectr(context: BuildContext, options: SpecTrOptions) -> AnyMethod:
