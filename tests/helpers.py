@@ -50,7 +50,6 @@ from foretell.shape import (
     Chain,
     DynamicTree,
     FixedTree,
-    MergedTree,
     Shape,
     Trie,
     optimal_tree,
@@ -265,9 +264,7 @@ _BY_HAND = (
     Variant("distinct", lambda v: Method(small_model(v), BranchingTree((3, 2, 1)), Rejection()), same_seed=False),
     Variant(
         "merged",
-        lambda v: Method(
-            DrafterUnion([small_model(v), good_model(v)]), MergedTree(BranchingTree((2, 2, 1))), Rejection()
-        ),
+        lambda v: Method(DrafterUnion([small_model(v), good_model(v)]), BranchingTree((2, 2, 1)), Rejection()),
         same_seed=False,
     ),
     Variant(

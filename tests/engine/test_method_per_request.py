@@ -20,7 +20,7 @@ from foretell.engine.request import Completion, Request
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.decoder_runner import DecoderRunner
-from foretell.shape import BranchingTree, Chain, DynamicTree, MergedTree, RootOnly, Trie
+from foretell.shape import BranchingTree, Chain, DynamicTree, RootOnly, Trie
 from helpers import (
     VARIANTS,
     VOCAB,
@@ -120,7 +120,7 @@ def test_methods_of_one_engine_must_not_share_parts_while_both_are_busy() -> Non
     draft, request = small_model(VOCAB), Request([1, 2, 3], max_new_tokens=6)
     one, two = (
         Method(draft, Chain(3), Match()),
-        Method(DrafterUnion([draft]), MergedTree(BranchingTree((2, 2))), Match()),
+        Method(DrafterUnion([draft]), BranchingTree((2, 2)), Match()),
     )
     engine = engine_for(PLAIN)
     first = engine.submit(replace(request, method=one))

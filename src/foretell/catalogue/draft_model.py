@@ -46,7 +46,6 @@ from foretell.shape import (
     DynamicTree,
     FixedTree,
     LLMCadTree,
-    MergedTree,
     Trie,
     optimal_tree,
 )
@@ -70,7 +69,7 @@ def specinfer(context: BuildContext, options: SpecInferOptions) -> AnyMethod:
     """A tree with fixed branching, merged from those of all draft models."""
     models = [DraftModel(runner) for runner in require_draft_models(context)]
     widths = tuple(_branching(options.num_draft_tokens, len(models)))
-    return Method(DrafterUnion(models), MergedTree(BranchingTree(widths)), rejection(options))
+    return Method(DrafterUnion(models), BranchingTree(widths), rejection(options))
 
 
 def _branching(nodes: int, models: int) -> Iterator[int]:
@@ -110,13 +109,10 @@ def spectr(context: BuildContext, options: SpecTrOptions) -> AnyMethod:
 
 def cascade(context: BuildContext, options: DraftModelOptions) -> AnyMethod:
     """Every draft model drafts for the next larger one."""
-    *larger_first, last = require_draft_models(context)
-    drafter = CascadeDrafter(
-        last, Method(PromptLookup(references=context.references), Trie(_CASCADE_TRIE_NODES), Match())
-    )
-    for runner in reversed(larger_first):
-        drafter = CascadeDrafter(runner, Method(drafter, Chain(_CASCADE_CHAIN_LENGTH, draw=False), Match()))
-    return Method(drafter, chain(options), rejection(options, options.draft_sample_method))
+    method: AnyMethod = Method(PromptLookup(references=context.references), Trie(_CASCADE_TRIE_NODES), Match())
+    for runner in reversed(require_draft_models(context)):
+        method = Method(CascadeDrafter(runner, method), Chain(_CASCADE_CHAIN_LENGTH, draw=False), Match())
+    return Method(method.draft, chain(options), rejection(options, options.draft_sample_method))
 
 
 def universal_draft(context: BuildContext, options: UniversalDraftOptions) -> AnyMethod:
@@ -241,7 +237,7 @@ ENTRIES = (
             ),
         ),
         drafter=DrafterUnion,
-        shape=MergedTree,
+        shape=BranchingTree,
         acceptor=Rejection,
         builder=specinfer,
         options=SpecInferOptions,

@@ -2,7 +2,7 @@
 
 from foretell.shape.base import RootOnly, Shape, TreeBuilder
 from foretell.shape.beam_search import BeamSearch
-from foretell.shape.branching_tree import BranchingTree, MergedTree
+from foretell.shape.branching_tree import BranchingTree
 from foretell.shape.chain import Chain
 from foretell.shape.dynamic_tree import DynamicTree
 from foretell.shape.fixed_tree import FixedTree
@@ -19,7 +19,6 @@ __all__ = [
     "FixedTree",
     "HybridTree",
     "LLMCadTree",
-    "MergedTree",
     "RootOnly",
     "Shape",
     "TreeBuilder",
