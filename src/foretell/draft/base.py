@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,6 +21,7 @@ from foretell.model.run.runner import Runner
 from foretell.model.run.topk import top_probabilities
 from foretell.utils.transfer import to_host
 
+T = TypeVar("T")
 _ROLE = re.compile("(Drafter|Retriever)$")
 Frontier: TypeAlias = Int[np.ndarray, "b f"]
 """Nodes of every tree of a batch whose children are drafted next."""
@@ -267,6 +268,39 @@ class Predictor(Drafter):
         """
 
 
+def in_engine(part: T | None) -> T:
+    """What a drafter has learned of its target.
+
+    Raises:
+        ValueError: it has not, as it is in no engine.
+    """
+    if part is None:
+        raise ValueError("a drafter that shares the cache of its target works in an engine only")
+    return part
+
+
+class TargetCachePredictor(Predictor):
+    """Drafts in the cache of its target. There is no draft for the first token of an answer, so that drafts do not
+    depend on how the prompt was read, and none where the target is behind.
+    """
+
+    _runner: Runner | None = None
+
+    @property
+    def _target(self) -> Runner:
+        return in_engine(self._runner)
+
+    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
+        """As `Drafter.max_depths`; 0 where there is no draft yet."""
+        pairs = zip(context.rows, context.sequences, strict=True)
+        ready = [s.length > s.prompt_length and self._is_read(row, s.length - 1) for row, s in pairs]
+        return np.where(ready, super().max_depths(context), 0)
+
+    def _is_read(self, row: int, length: int) -> bool:
+        """Whether exactly so many tokens of a row are read."""
+        return self._target.length(row) == length
+
+
 class RootStateNetwork(Protocol):
     """What such a drafter needs of its network."""
 
@@ -295,6 +329,10 @@ class RootStatePredictor(Predictor):
     def _ready(self, context: Context) -> list[bool]:
         """Whether the state at the root is known, per request."""
         return [self._root_states.get(text, (-1,))[0] == text.length for text in context.sequences]
+
+    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
+        """0 for requests whose root state is not known."""
+        return np.where(self._ready(context), super().max_depths(context), 0)
 
     @abstractmethod
     def _scores(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
