@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult, StepState
-from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
-from foretell.draft.base import Drafter, Frontier, NodeLogits, Predictor
+from foretell.draft.base import BindingEngine, Drafter, Frontier, NodeLogits, Predictor
 from foretell.draft.draft_model import read_backlog, unread_tokens
 from foretell.model.run.runner import Runner, copy_row
 
