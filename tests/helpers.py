@@ -49,10 +49,7 @@ from foretell.shape import (
     BranchingTree,
     Chain,
     DynamicTree,
-    ExpertAwareTree,
-    ExpertSizes,
     FixedTree,
-    MergedTree,
     Shape,
     Trie,
     optimal_tree,
@@ -246,11 +243,6 @@ def exits(vocab: int, blocks: bool = False) -> EarlyExitDrafter:
     return EarlyExitDrafter(TrainedExits(found, blocks=[network.block(1)] if blocks else ()))
 
 
-def sharing_experts() -> ExpertAwareTree:
-    """A tree that expects tokens to have experts, which the tiny target has not."""
-    return ExpertAwareTree(DynamicTree(3, 3, 7), ExpertSizes(4, 2, 2, 1000, 5000))
-
-
 _CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 _RATES = [0.5, 0.2, 0.1]
 _BY_HAND = (
@@ -272,9 +264,7 @@ _BY_HAND = (
     Variant("distinct", lambda v: Method(small_model(v), BranchingTree((3, 2, 1)), Rejection()), same_seed=False),
     Variant(
         "merged",
-        lambda v: Method(
-            DrafterUnion([small_model(v), good_model(v)]), MergedTree(BranchingTree((2, 2, 1))), Rejection()
-        ),
+        lambda v: Method(DrafterUnion([small_model(v), good_model(v)]), BranchingTree((2, 2, 1)), Rejection()),
         same_seed=False,
     ),
     Variant(
@@ -309,7 +299,6 @@ _BY_HAND = (
     Variant("pass_apart", lambda v: looking_ahead(v, 0), same_seed=False),
     Variant("pass_tree", lambda v: replace(looking_ahead(v, 2), tree=BranchingTree((2, 2))), same_seed=False),
     Variant("dynamic_match", lambda v: Method(good_model(v), DynamicTree(3, 3, 7), Match())),
-    Variant("expert_aware", lambda v: Method(good_model(v), sharing_experts(), Match())),
     Variant("dynamic_rejection", lambda v: Method(good_model(v), DynamicTree(3, 3, 7), Rejection())),
     Variant("first_copy", lambda v: Method(PromptLookup(2, 1, 4, choice="first"), Trie(4), Match())),
     Variant(

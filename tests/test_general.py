@@ -336,7 +336,7 @@ def test_caches_equal_those_of_a_fresh_pass(variant: Variant) -> None:
     for row, text in enumerate(texts):
         assert engine.runner.length(row) == len(text) - 1
         for runner in [engine.runner, *draft_runners(method.draft)]:
-            exact = method.exact_keys or runner is not engine.runner
+            exact = method.draft.exact_keys or runner is not engine.runner
             assert_fresh(runner, row, text, None if exact else len(prompts[row]))
 
 

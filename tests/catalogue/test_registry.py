@@ -38,7 +38,6 @@ from foretell.shape import (
     DynamicTree,
     FixedTree,
     HybridTree,
-    MergedTree,
     Trie,
 )
 from helpers import DISTINCT, OPTIONS, VARIANTS, VOCAB, Variant, parts_for, sibling, speculator, target
@@ -187,8 +186,8 @@ def test_names_of_other_engines_are_aliases() -> None:
 def shapes() -> Iterator[tuple[str, object]]:
     yield "ngram@16", Trie(16, 0.1)
     yield "draft_model@16", Chain(16)
-    yield "specinfer@16", MergedTree(BranchingTree((2, 2, 1, 1)))
-    yield "specinfer@5", MergedTree(BranchingTree((2, 1)))
+    yield "specinfer@16", BranchingTree((2, 2, 1, 1))
+    yield "specinfer@5", BranchingTree((2, 1))
     yield "spectr@6", BranchingTree((4, 1, 1, 1, 1, 1), distinct=False)
     yield "dynamic_tree@60", DynamicTree(5, 10, 60)
 

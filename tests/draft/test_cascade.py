@@ -32,7 +32,7 @@ AHEAD: dict[str, Callable[[], AnyMethod]] = {
     "recycled": lambda: Method(TokenRecycling(VOCAB), Trie(10), Match()),
     "a smaller model": lambda: Method(good_model(VOCAB), Chain(4), Match()),
     "a cascade": lambda: Method(
-        CascadeDrafter(DecoderRunner(sibling()), Method(PromptLookup(), Trie(6), Match())),
+        CascadeDrafter(DecoderRunner(sibling()), AHEAD["copies"]()),
         Chain(4, draw=False),
         Match(),
     ),
@@ -72,7 +72,7 @@ def test_reading_ahead_saves_passes() -> None:
 
 def test_the_draft_models_cache_holds_the_sequence() -> None:
     draft = small()
-    cascade = CascadeDrafter(draft, Method(TokenRecycling(VOCAB), Trie(10), Match()))
+    cascade = CascadeDrafter(draft, AHEAD["recycled"]())
     engine = Engine(DecoderRunner(target()), Method(cascade, Chain(4), Rejection()), rows=2)
     for r in REQUESTS[:2]:
         engine.submit(r)

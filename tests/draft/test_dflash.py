@@ -20,13 +20,14 @@ from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import tree_from_lists
 from foretell.draft import DFlashDrafter
+from foretell.draft.base import Predictor
 from foretell.engine.method import Method
 from foretell.engine.request import Request
 from foretell.model import kernels as native
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.run.decoder_runner import DecoderRunner
-from foretell.shape import Chain, DynamicTree, FixedTree
+from foretell.shape import Chain, DynamicTree, FixedTree, Shape
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.block_layer import TwoTapConvolution
 from foretell.speculator.network.correction_base import Nodes
@@ -278,7 +279,10 @@ def test_sweeps_over_a_block_end_at_its_greedy_chain(heads: str) -> None:
     assert guesses.tolist() == list(longest[1:])
 
 
-SHAPES = {"chain": Chain(3, draw=True), "tree": FixedTree(((0,), (1,), (0, 0), (0, 1), (1, 0)), draw=True)}
+SHAPES: dict[str, Shape[Predictor]] = {
+    "chain": Chain(3, draw=True),
+    "tree": FixedTree(((0,), (1,), (0, 0), (0, 1), (1, 0)), draw=True),
+}
 
 
 @pytest.mark.covering(1)

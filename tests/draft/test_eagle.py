@@ -15,6 +15,7 @@ from foretell.core.context import StepResult
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import tree_from_lists
 from foretell.draft import EagleDrafter
+from foretell.draft.base import Predictor
 from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
@@ -25,7 +26,7 @@ from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.block.rope import apply_rope
 from foretell.model.cache.layout import Layout
 from foretell.model.run.decoder_runner import DecoderRunner
-from foretell.shape import Chain, DynamicTree, FixedTree
+from foretell.shape import Chain, DynamicTree, FixedTree, Shape
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.speculator.network.layer import make_norm
@@ -275,7 +276,10 @@ def test_training_time_test_is_attention_recomputed_position_by_position(kind: s
             tokens, features, positions = [*tokens, text[j + 2 + i]], [*features, out[-1]], [*positions, j + 1 + i]
 
 
-SHAPES = {"chain": Chain(3, draw=True), "tree": FixedTree(((0,), (1,), (0, 0), (0, 1), (1, 0)), draw=True)}
+SHAPES: dict[str, Shape[Predictor]] = {
+    "chain": Chain(3, draw=True),
+    "tree": FixedTree(((0,), (1,), (0, 0), (0, 1), (1, 0)), draw=True),
+}
 
 
 @pytest.mark.covering(1)

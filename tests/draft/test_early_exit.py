@@ -173,7 +173,7 @@ def test_the_method_reads_fitted_exits_and_refuses_others(tmp_path: Path) -> Non
 def test_a_drafter_without_an_engine_says_so() -> None:
     request = REQUESTS[0]
     context = Context((0,), (TokenBuffer(request.prompt),), (request.sampling_params,), (CounterRNG(0),), np.array([3]))
-    with pytest.raises(ValueError, match="works in an engine only: it shares its cache"):
+    with pytest.raises(ValueError, match="shares the cache of its target works in an engine only"):
         drafter().expand(root_tree([1]), np.zeros((1, 1), np.int64), context)
 
 

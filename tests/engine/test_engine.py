@@ -15,7 +15,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request, Update
 from foretell.model.run.decoder_runner import DecoderRunner
-from foretell.shape import BranchingTree, Chain, DynamicTree, MergedTree, RootOnly, Shape, Trie
+from foretell.shape import BranchingTree, Chain, DynamicTree, RootOnly, Shape, Trie
 from foretell.testing import TINY, tiny_decoder
 from foretell.tokenizer.stream import Detokenizer
 from helpers import (
@@ -279,10 +279,8 @@ def test_statistics_are_held_while_a_request_runs() -> None:
     [
         (Method(small_model(VOCAB), Chain(3), Rejection()), DynamicTree(2, 2, 4)),
         (
-            Method(
-                DrafterUnion([small_model(VOCAB), small_model(VOCAB)]), MergedTree(BranchingTree((2, 1))), Rejection()
-            ),
-            MergedTree(BranchingTree((2, 2))),
+            Method(DrafterUnion([small_model(VOCAB), small_model(VOCAB)]), BranchingTree((2, 1)), Rejection()),
+            BranchingTree((2, 2)),
         ),
     ],
 )

@@ -20,7 +20,7 @@ from foretell.engine.request import Completion, Request
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.decoder_runner import DecoderRunner
-from foretell.shape import BranchingTree, Chain, DynamicTree, MergedTree, RootOnly, Trie
+from foretell.shape import BranchingTree, Chain, DynamicTree, RootOnly, Trie
 from helpers import (
     VARIANTS,
     VOCAB,
@@ -120,7 +120,7 @@ def test_methods_of_one_engine_must_not_share_parts_while_both_are_busy() -> Non
     draft, request = small_model(VOCAB), Request([1, 2, 3], max_new_tokens=6)
     one, two = (
         Method(draft, Chain(3), Match()),
-        Method(DrafterUnion([draft]), MergedTree(BranchingTree((2, 2))), Match()),
+        Method(DrafterUnion([draft]), BranchingTree((2, 2)), Match()),
     )
     engine = engine_for(PLAIN)
     first = engine.submit(replace(request, method=one))
@@ -333,20 +333,18 @@ def test_a_short_common_prefix_does_not_cost_another_conversation_its_row() -> N
     assert cached == [0, 7, 49, 9]
 
 
-def test_a_fork_continues_a_running_request() -> None:
+def test_a_prompt_that_continues_a_running_request_reads_the_rest_alone() -> None:
     engine = Engine(DecoderRunner(target()), variant("eagle3").make(VOCAB), rows=3, prefix_caching=True)
-    number = engine.submit(Request(random_tokens(40, seed=2), max_new_tokens=20))
+    engine.submit(Request(random_tokens(40, seed=2), max_new_tokens=20))
     begun = [t for _ in range(4) for u in engine.step() for t in u.tokens]
-    branches = [Request((), SamplingParams(1.0, seed=4), 6), Request([3, 1], max_new_tokens=6)]
-    forks = engine.fork(number, branches)
+    text = [*random_tokens(40, seed=2), *begun]
+    branches = [Request(text, SamplingParams(1.0, seed=4), 6), Request([*text, 3, 1], max_new_tokens=6)]
+    numbers = [engine.submit(branch) for branch in branches]
     found, statistics = dict[int, list[int]](), dict[int, int]()
     for update in engine.run():
         found.setdefault(update.request, []).extend(update.tokens)
         if update.statistics is not None:
             statistics[update.request] = update.statistics.cached_tokens
-    for fork, branch in zip(forks, branches, strict=True):
-        whole = replace(branch, prompt=[*random_tokens(40, seed=2), *begun, *branch.prompt])
-        assert found[fork] == naive(target(), whole)
-        assert statistics[fork] >= 38 + len(begun)
-    with pytest.raises(ValueError, match="request 1 is over or unknown"):
-        engine.fork(number, branches)
+    for branch_number, branch in zip(numbers, branches, strict=True):
+        assert found[branch_number] == naive(target(), branch)
+        assert statistics[branch_number] >= 38 + len(begun)

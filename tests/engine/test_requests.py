@@ -319,7 +319,7 @@ def test_a_cached_prefix_changes_no_answer(variant: Variant) -> None:
     assert [c.statistics.cached_tokens for c in plain] == [0] * 4
     # All but the last common token; the third turn contains five tokens of the second answer. Where answers leave
     # inexact keys, prompts alone are reused.
-    exact = variant.make(VOCAB).exact_keys
+    exact = variant.make(VOCAB).draft.exact_keys
     expected = [21 + 8 - 1, 21 + 8 + 4 + 5 - 1] if exact else [21 - 1, 21 + 8 + 4 - 1]
     assert [c.statistics.cached_tokens for c in cached] == [0, *expected, 0]
     if variant.same_seed and not variant.make(VOCAB).tree.elastic:  # whose trees follow the times of passes

@@ -147,17 +147,6 @@ def test_a_row_of_an_image_is_used_again_for_text() -> None:
     assert engine.complete([text])[0].tokens == alone.tokens
 
 
-def test_a_fork_reads_the_images_of_its_source() -> None:
-    behind = model().with_images(PICTURES[:1], TEXT)
-    request = behind.request(TEXT, max_new_tokens=12, ignore_eos=True)
-    engine = behind.engine(rows=2)
-    number = engine.submit(request)
-    (fork,) = engine.fork(number, [replace(request, prompt=[], images=None)])
-    updates = list(engine.run())
-    tokens = [[t for u in updates if u.request == n for t in u.tokens] for n in (number, fork)]
-    assert tokens[0] == tokens[1] == list(answer(behind, "autoregressive").tokens[:12])
-
-
 def test_a_text_that_looks_like_an_image_is_text() -> None:
     behind = model().with_images(PICTURES[:1], f"a{IMAGE}b")
     assert behind.tokens("").count(IMAGE_TOKEN) == model().with_images(PICTURES[:1], "ab").tokens("").count(IMAGE_TOKEN)

@@ -9,7 +9,7 @@ from foretell.core.context import Context
 from foretell.core.sampling import SamplingParams
 from foretell.core.token_rules import TokenRules
 from foretell.core.tree import TokenTree, tree_from_lists
-from foretell.shape.constrained import TreeLimits, fit_to_rules
+from foretell.shape.constrained import fit_to_rules
 from helpers import Choice, Phrases, context_of
 
 
@@ -21,7 +21,7 @@ def constrained(max_depth: int = 20, **sampling: object) -> Context:
 
 def fitted(tree: TokenTree, context: Context, sampled: bool = True, added: bool = True) -> set[tuple[int, ...]]:
     """The paths of the tree that is left."""
-    out = fit_to_rules(tree, context, TreeLimits(sampled, added))
+    out = fit_to_rules(tree, context, sampled, added)
     nodes = np.flatnonzero(out.valid[0]).tolist()[1:]
     return {tuple(int(out.token[0, n]) for n in out.ancestors(0, node)[1:]) for node in nodes}
 
@@ -50,7 +50,7 @@ def test_forbidden_drafts_that_were_sampled_stay_where_the_acceptor_needs_them()
 
 @pytest.mark.parametrize("score", [None, np.array([[1.0, 0.5, 0.4, 0.3, 0.2, 0.2, 0.1]])])
 def test_new_nodes_come_after_the_others_with_the_scores_of_their_parents(score: np.ndarray | None) -> None:
-    out = fit_to_rules(replace(DRAFTS, score=score), constrained(), TreeLimits(True, True))
+    out = fit_to_rules(replace(DRAFTS, score=score), constrained(), True, True)
     assert out.token[0, :7].tolist() == DRAFTS.token[0].tolist() and out.nodes == 14
     assert (out.parent[0] < np.arange(out.nodes)).all()
     assert score is None or (out.score is not None and out.score[0, 7:].tolist() == [0.3] * 2 + [0.2] * 5)

@@ -25,7 +25,6 @@ from foretell.shape import (
     DynamicTree,
     FixedTree,
     LLMCadTree,
-    MergedTree,
     RootOnly,
     Shape,
     Trie,
@@ -235,7 +234,7 @@ def test_samples_keep_the_distribution_that_they_came_from() -> None:
 
 
 def test_drafters_take_turns_at_the_children_and_draft_first_below_their_own() -> None:
-    one, other, shape = Table(seed=1), Table(seed=2), MergedTree(BranchingTree((2, 1)))
+    one, other, shape = Table(seed=1), Table(seed=2), BranchingTree((2, 1))
     tree = shape.grow(DrafterUnion([one, other]), context_of([1]))
     first = int(one.p[1].argmax())
     second = next(t for t in np.argsort(-other.p[1]).tolist() if t != first)
@@ -248,7 +247,7 @@ def test_drafters_take_turns_at_the_children_and_draft_first_below_their_own() -
 def test_samples_of_two_drafters_are_distinct_and_each_has_the_distribution_of_its_drafter() -> None:
     one, other, counts, number = Table(3, seed=1), Table(3, seed=2), np.zeros((3, 3)), 3000
     context = context_of(*[[0]] * number, sampling=SAMPLED)
-    tree = MergedTree(BranchingTree((2,))).grow(DrafterUnion([one, other]), context)
+    tree = BranchingTree((2,)).grow(DrafterUnion([one, other]), context)
     np.add.at(counts, (tree.token[:, 1], tree.token[:, 2]), 1)
     p, q = one.p[0], other.p[0]
     expected = p[:, None] * q[None, :] / (1 - q[:, None]) * (1 - np.eye(3))

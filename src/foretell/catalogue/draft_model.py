@@ -11,7 +11,6 @@ from foretell.catalogue.build_context import (
     chain,
     dynamic_tree,
     rejection,
-    require_network,
     sorted_paths,
 )
 from foretell.catalogue.entry import Entry, Paper
@@ -38,21 +37,15 @@ from foretell.draft import (
     DrafterUnion,
     DraftModel,
     OnlineDrafter,
-    Predictor,
     PromptLookup,
 )
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.config.read_weights import expert_weights, layer_weights
 from foretell.shape import (
     BranchingTree,
     Chain,
     DynamicTree,
-    ExpertAwareTree,
-    ExpertSizes,
     FixedTree,
     LLMCadTree,
-    MergedTree,
-    Shape,
     Trie,
     optimal_tree,
 )
@@ -76,7 +69,7 @@ def specinfer(context: BuildContext, options: SpecInferOptions) -> AnyMethod:
     """A tree with fixed branching, merged from those of all draft models."""
     models = [DraftModel(runner) for runner in require_draft_models(context)]
     widths = tuple(_branching(options.num_draft_tokens, len(models)))
-    return Method(DrafterUnion(models), MergedTree(BranchingTree(widths)), rejection(options))
+    return Method(DrafterUnion(models), BranchingTree(widths), rejection(options))
 
 
 def _branching(nodes: int, models: int) -> Iterator[int]:
@@ -104,25 +97,8 @@ def sequoia(context: BuildContext, options: SequoiaOptions) -> AnyMethod:
 
 
 def dynamic_draft_tree(context: BuildContext, options: DynamicTreeOptions) -> AnyMethod:
-    """EAGLE-2's tree of a draft model, or those of its nodes that share experts."""
-    shape: Shape[Predictor] = dynamic_tree(options, options.num_steps)
-    if options.expert_aware:
-        shape = ExpertAwareTree(shape, _expert_sizes(context))
-    return Method(require_draft_model(context), shape, Match())
-
-
-def _expert_sizes(context: BuildContext) -> ExpertSizes:
-    """The sizes of the target's experts."""
-    config = require_network(context, "reads which experts the target's tokens have").config
-    experts = config.experts
-    if experts is None:
-        raise ValueError(
-            f"expert_aware is for mixtures of experts, and this target ({config.architecture}) is dense; leave it out"
-        )
-    expert = expert_weights(config)
-    beside = layer_weights(config) - len(experts.layers) * experts.active * expert
-    head = config.vocab * config.hidden
-    return ExpertSizes(experts.count, experts.active, len(experts.layers), expert, beside + head)
+    """EAGLE-2's tree of a draft model."""
+    return Method(require_draft_model(context), dynamic_tree(options, options.num_steps), Match())
 
 
 def spectr(context: BuildContext, options: SpecTrOptions) -> AnyMethod:
@@ -133,13 +109,10 @@ def spectr(context: BuildContext, options: SpecTrOptions) -> AnyMethod:
 
 def cascade(context: BuildContext, options: DraftModelOptions) -> AnyMethod:
     """Every draft model drafts for the next larger one."""
-    *larger_first, last = require_draft_models(context)
-    drafter = CascadeDrafter(
-        last, Method(PromptLookup(references=context.references), Trie(_CASCADE_TRIE_NODES), Match())
-    )
-    for runner in reversed(larger_first):
-        drafter = CascadeDrafter(runner, Method(drafter, Chain(_CASCADE_CHAIN_LENGTH, draw=False), Match()))
-    return Method(drafter, chain(options), rejection(options, options.draft_sample_method))
+    method: AnyMethod = Method(PromptLookup(references=context.references), Trie(_CASCADE_TRIE_NODES), Match())
+    for runner in reversed(require_draft_models(context)):
+        method = Method(CascadeDrafter(runner, method), Chain(_CASCADE_CHAIN_LENGTH, draw=False), Match())
+    return Method(method.draft, chain(options), rejection(options, options.draft_sample_method))
 
 
 def universal_draft(context: BuildContext, options: UniversalDraftOptions) -> AnyMethod:
@@ -264,7 +237,7 @@ ENTRIES = (
             ),
         ),
         drafter=DrafterUnion,
-        shape=MergedTree,
+        shape=BranchingTree,
         acceptor=Rejection,
         builder=specinfer,
         options=SpecInferOptions,

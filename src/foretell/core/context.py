@@ -202,13 +202,6 @@ class StepResult:
     """Whether the budget chooses the requests that the method drafts for: what only drafts of a request need may wait
     until it is asked for.
     """
-    all_methods: "StepResult | None" = None
-    """The step of the requests of all methods, if this one holds those of a single method out of several."""
-
-    @property
-    def whole(self) -> "StepResult":
-        """The step of the requests of all methods."""
-        return self if self.all_methods is None else self.all_methods
 
     def select(self, indices: Sequence[int]) -> "StepResult":
         """The part of these requests, in this order."""
@@ -228,7 +221,6 @@ class StepResult:
             paths=tuple(self.paths[i] for i in indices),
             new_tokens=tuple(self.new_tokens[i] for i in indices),
             start_positions=tuple(self.start_positions[i] for i in indices),
-            all_methods=self.whole,
         )
 
     def num_drafted(self, i: int) -> int:

@@ -1,6 +1,13 @@
 """Running estimates of acceptance rates, by which retrievers rank their continuations."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
+
+from foretell.core.context import Context, StepResult, StepState
+from foretell.draft.base import Continuation, Retriever
+
+Candidate = tuple[int, tuple[int, ...]]
+"""The kind of a continuation, whose acceptance rate it has, and its tokens."""
 
 
 class AcceptanceEstimator:
@@ -40,3 +47,39 @@ class AcceptanceEstimator:
             self.update(kind, draft == new)
             if draft != new:
                 return
+
+
+class EstimatingRetriever(Retriever):
+    """A retriever whose continuations have the acceptance rate of their kind, which every request learns for itself;
+    `prior`: the rates before it has.
+    """
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        self._prior = prior
+        self._estimators: dict[int, AcceptanceEstimator] = {}
+        self._offered = StepState[dict[int, list[Candidate]]]()
+
+    @abstractmethod
+    def _candidates(self, context: Context, i: int, budget: int) -> list[Candidate]:
+        """The continuations of request `i`, best first, of about `budget` tokens in all."""
+
+    def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
+        """The continuations of every request with the rates of their kinds."""
+        out, offered = list[list[Continuation]](), dict[int, list[Candidate]]()
+        for i, row in enumerate(context.rows):
+            offered[row] = self._candidates(context, i, budget)
+            rates = self._estimators.setdefault(row, AcceptanceEstimator(self._prior))
+            out.append([Continuation(tokens, rates.cumulative(kind, len(tokens))) for kind, tokens in offered[row]])
+        self._offered.put(context, offered)
+        return out
+
+    def observe(self, step: StepResult) -> None:
+        """Update the acceptance rates."""
+        offered = self._offered.of(step.context, {})
+        for row, decided in zip(step.context.rows, step.new_tokens, strict=True):
+            for kind, tokens in offered.get(row, ()):
+                self._estimators[row].update_run(kind, tokens, decided)
+
+    def release(self, row: int) -> None:
+        """Forget a row whose request has ended."""
+        self._estimators.pop(row, None)

@@ -54,10 +54,6 @@ class AssistantDrafter(RootStatePredictor):
         ]
         return [ready and there for ready, there in zip(super()._ready(context), held, strict=True)]
 
-    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
-        """0 for requests whose root state is not known."""
-        return np.where(self._ready(context), super().max_depths(context), 0)
-
     @in_inference_mode
     def _scores(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits after the frontier: one call for all requests."""

@@ -1,18 +1,17 @@
 """The interfaces of drafters: `Predictor` gives distributions, `Retriever` gives continuations."""
 
 import re
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, TypeAlias
-from weakref import WeakKeyDictionary
+from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult, TokenBuffer
-from foretell.core.engine_bound import BindingEngine, EngineBound
 from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree, TreeBounds, TreeSizes
 from foretell.distributions.coupling import add_noise
@@ -21,6 +20,7 @@ from foretell.model.run.runner import Runner
 from foretell.model.run.topk import top_probabilities
 from foretell.utils.transfer import to_host
 
+T = TypeVar("T")
 _ROLE = re.compile("(Drafter|Retriever)$")
 Frontier: TypeAlias = Int[np.ndarray, "b f"]
 """Nodes of every tree of a batch whose children are drafted next."""
@@ -28,8 +28,20 @@ NodeLogits: TypeAlias = tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]
 """Logits after some nodes, and the row of every node in them, as `ModelOutput.logit_index`."""
 
 
-class Drafter(EngineBound, ABC):
-    """Proposes tokens that the target may accept. Its state is indexed by `context.rows`.
+class BindingEngine(Protocol):
+    """What a drafter is bound to: an engine, as far as it runs one method."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request of the method is waiting or running."""
+
+    def unbind(self) -> None:
+        """Learn that the drafter serves something else from now on."""
+
+
+class Drafter(ABC):
+    """Proposes tokens that the target may accept. Its state is indexed by `context.rows`, so it belongs to one method
+    of one engine at a time.
 
     A step may call it twice before `observe`: when proposing for all requests raises an exception, the engine proposes
     for each request separately.
@@ -53,6 +65,28 @@ class Drafter(EngineBound, ABC):
     """Target layers whose hidden states it needs; see `Runner.forward`."""
     max_context: int = 1 << 31
     """Longest sequence it can read, in tokens; longer ones are decoded without drafts."""
+
+    _engine: "weakref.ref[BindingEngine] | None" = None
+
+    def bind(self, engine: BindingEngine) -> bool:
+        """Bind this to `engine`; whether it was bound to another one before, whose rows must be released.
+
+        Raises:
+            ValueError: it is bound to another method or engine whose requests are not over.
+        """
+        known = self._engine
+        before = None if known is None else known()
+        if before is engine:
+            return False
+        if before is not None:
+            if before.busy:
+                raise ValueError(
+                    "a drafter of this method serves another engine or another method, which is busy: build parts "
+                    "of its own for every method and engine that runs at the same time"
+                )
+            before.unbind()
+        self._engine = weakref.ref(engine)
+        return known is not None
 
     @property
     def origin(self) -> str:
@@ -267,6 +301,39 @@ class Predictor(Drafter):
         """
 
 
+def in_engine(part: T | None) -> T:
+    """What a drafter has learned of its target.
+
+    Raises:
+        ValueError: it has not, as it is in no engine.
+    """
+    if part is None:
+        raise ValueError("a drafter that shares the cache of its target works in an engine only")
+    return part
+
+
+class TargetCachePredictor(Predictor):
+    """Drafts in the cache of its target. There is no draft for the first token of an answer, so that drafts do not
+    depend on how the prompt was read, and none where the target is behind.
+    """
+
+    _runner: Runner | None = None
+
+    @property
+    def _target(self) -> Runner:
+        return in_engine(self._runner)
+
+    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
+        """As `Drafter.max_depths`; 0 where there is no draft yet."""
+        pairs = zip(context.rows, context.sequences, strict=True)
+        ready = [s.length > s.prompt_length and self._is_read(row, s.length - 1) for row, s in pairs]
+        return np.where(ready, super().max_depths(context), 0)
+
+    def _is_read(self, row: int, length: int) -> bool:
+        """Whether exactly so many tokens of a row are read."""
+        return self._target.length(row) == length
+
+
 class RootStateNetwork(Protocol):
     """What such a drafter needs of its network."""
 
@@ -287,7 +354,7 @@ class RootStatePredictor(Predictor):
     def __init__(self, network: RootStateNetwork) -> None:
         self.network, self.hidden_layers = network, network.hidden_layers
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
-        self._root_states = WeakKeyDictionary[TokenBuffer, tuple[int, torch.Tensor]]()
+        self._root_states = weakref.WeakKeyDictionary[TokenBuffer, tuple[int, torch.Tensor]]()
         """Per sequence its length when a state produced its last token, and that state: a request that is paused keeps
         it.
         """
@@ -295,6 +362,10 @@ class RootStatePredictor(Predictor):
     def _ready(self, context: Context) -> list[bool]:
         """Whether the state at the root is known, per request."""
         return [self._root_states.get(text, (-1,))[0] == text.length for text in context.sequences]
+
+    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
+        """0 for requests whose root state is not known."""
+        return np.where(self._ready(context), super().max_depths(context), 0)
 
     @abstractmethod
     def _scores(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:

@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult, StepState
-from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
-from foretell.draft.base import Frontier, NodeLogits, Predictor
+from foretell.draft.base import BindingEngine, Drafter, Frontier, NodeLogits, Predictor
 from foretell.draft.draft_model import read_backlog, unread_tokens
 from foretell.model.run.runner import Runner, copy_row
 
@@ -23,26 +22,14 @@ class DraftProposer(Protocol):
     """
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Target layers whose hidden states it needs."""
+    def draft(self) -> Drafter:
+        """What drafts, which keeps state of rows."""
 
     def propose(self, context: Context) -> TokenTree:
         """Draft trees below the last tokens."""
 
     def observe(self, step: StepResult) -> None:
         """Update its state after a step."""
-
-    def release(self, row: int) -> None:
-        """Forget a row."""
-
-    def rewind(self, row: int, length: int) -> int:
-        """Prepare a row for a request that shares a prefix with its last one."""
-
-    def copy_row(self, source: int, target: int, length: int) -> int:
-        """Prepare a row for a request that shares a prefix with that of another row."""
-
-    def bind(self, engine: BindingEngine) -> bool:
-        """Serve this engine from now on."""
 
 
 @dataclass
@@ -78,7 +65,7 @@ class CascadeDrafter(Predictor):
 
     def __init__(self, runner: Runner, proposer: DraftProposer, chunk: int = 512) -> None:
         self.runner, self.max_context = runner, runner.context
-        self.proposer, self.hidden_layers = proposer, proposer.hidden_layers
+        self.proposer, self.hidden_layers = proposer, proposer.draft.hidden_layers
         self.passes = 0
         """Passes of the draft model so far, without those of `read_backlog`."""
         self._chunk = chunk
@@ -152,20 +139,20 @@ class CascadeDrafter(Predictor):
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
         self.runner.truncate(row, 0)
-        self.proposer.release(row)
+        self.proposer.draft.release(row)
 
     def rewind(self, row: int, length: int) -> int:
         """Keep the shared tokens, as far as the proposer does."""
-        length = self.proposer.rewind(row, length)
+        length = self.proposer.draft.rewind(row, length)
         self.runner.truncate(row, length)
         return length
 
     def copy_row(self, source: int, target: int, length: int) -> int:
         """Copy the shared tokens, as far as the proposer does."""
-        length = self.proposer.copy_row(source, target, length)
+        length = self.proposer.draft.copy_row(source, target, length)
         copy_row(self.runner, source, target, self.runner.restorable(source, length))
         return length
 
     def bind(self, engine: BindingEngine) -> bool:
         """Claim the proposer, too."""
-        return any([super().bind(engine), self.proposer.bind(engine)])
+        return any([super().bind(engine), self.proposer.draft.bind(engine)])

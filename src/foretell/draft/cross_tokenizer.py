@@ -7,10 +7,9 @@ import torch
 from jaxtyping import Int
 
 from foretell.core.context import Context, StepResult, StepState, TokenBuffer, common_prefix
-from foretell.core.engine_bound import BindingEngine
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import root_tree, tree_from_lists
-from foretell.draft.base import Continuation, Retriever
+from foretell.draft.base import BindingEngine, Continuation, Retriever
 from foretell.draft.draft_model import DraftModel
 from foretell.tokenizer.codec import TextCodec
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from foretell.core.context import Context, StepResult, StepState, TokenBuffer
 from foretell.core.noise import LevelNoise
 from foretell.core.tree import NodeMask, TokenTree
-from foretell.draft.base import Frontier, NodeLogits, Predictor, TopTokens, top_tokens
+from foretell.draft.base import Frontier, NodeLogits, TargetCachePredictor, TopTokens, in_engine, top_tokens
 from foretell.draft.beta_mixture import AdaptiveThresholds
 from foretell.draft.exit_blocks import ExitBlocks
 from foretell.draft.exit_chain import ExitChain
@@ -25,14 +25,13 @@ MissingKeys = Literal["recompute", "copy"]
 """Keys and values of the layers above an exit: computed when a later token needs them (FREE, arXiv 2310.05424; EE-LLM,
 arXiv 2312.04916), or those of the exit's state (CALM).
 """
-_NO_ENGINE = "a drafter with the target's first layers works in an engine only: it shares its cache"
 
 
-class EarlyExitDrafter(Predictor):
+class EarlyExitDrafter(TargetCachePredictor):
     """Drafts with the target's first layers and the head of an exit (self-speculation: LayerSkip, arXiv 2404.16710).
 
     Keys and values are written to the target's cache, and the target's pass goes on from the layer where the draft has
-    stopped, so a drafted token costs the first layers once. There is no draft before the target has read the prompt.
+    stopped, so a drafted token costs the first layers once.
 
     `rule`: a node leaves at the first exit that is confident, and at the last one in any case; None: at the last one.
     `only_confident`: a node where the last exit is not confident either has no children. `missing_keys`: see
@@ -62,7 +61,6 @@ class EarlyExitDrafter(Predictor):
         self.drafts_forced = not only_confident
         self.exit_counts: Int[np.ndarray, " e"] = np.zeros(len(heads.layers), np.int64)
         """Nodes that left at every exit so far."""
-        self._runner: Runner | None = None
         self._layers: RunsLayers | None = None
         """The target, whose passes begin with their first layers."""
         self._pass = StepState[PartialPass | None]()
@@ -89,24 +87,9 @@ class EarlyExitDrafter(Predictor):
         self._blocks = ExitBlocks(self.heads.blocks, self.heads.layers[0], runner) if self.heads.blocks else None
         self._chain = ExitChain.of(self.heads, runner, self._blocks)
 
-    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
-        """As `Drafter.max_depths`; 0 for the first token of an answer, so that drafts do not depend on how the prompt
-        was read.
-        """
-        pairs = zip(context.rows, context.sequences, strict=True)
-        ready = [s.length > s.prompt_length and self._is_read(row, s.length - 1) for row, s in pairs]
-        return np.where(ready, super().max_depths(context), 0)
-
-    @property
-    def _target(self) -> Runner:
-        if self._runner is None:
-            raise ValueError(_NO_ENGINE)
-        return self._runner
-
     def _is_read(self, row: int, length: int) -> bool:
-        """Whether the target has read exactly so many tokens of a row, and the exit's blocks know their states."""
-        read = self._target.length(row) == length
-        return read if self._blocks is None else read and self._blocks.ready(row, length)
+        """Also whether the exit's blocks know the states of these tokens."""
+        return super()._is_read(row, length) and (self._blocks is None or self._blocks.ready(row, length))
 
     def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits after the frontier; none for requests at their maximum depth."""
@@ -259,9 +242,7 @@ class EarlyExitDrafter(Predictor):
         """The pass over the tree so far."""
         run = self._pass.of(context, None)
         if tree.nodes == 1 or run is None:
-            if self._layers is None:
-                raise ValueError(_NO_ENGINE)
-            run = self._layers.begin_pass(context.rows, tree)
+            run = in_engine(self._layers).begin_pass(context.rows, tree)
             run.keeps_previous = self.rule is not None and self.rule.confidence == "state"
             self._pass.put(context, run)
         else:

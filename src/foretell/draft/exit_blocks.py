@@ -1,7 +1,7 @@
 """Decoder blocks of an exit between the target's first layers and the exit's head (Kangaroo, arXiv 2404.18911)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from foretell.core.context import Context, StepResult, StepState
 from foretell.core.tree import NodeMask, TokenTree
 from foretell.draft.cached_states import layout_of
-from foretell.draft.target_states import TargetStates, concatenate_states
+from foretell.draft.target_states import PrefixState, TargetStates, concatenate_states
 from foretell.model.block.decoder import BlockRange, Decoder
 from foretell.model.block.layer import DecoderBlock
 from foretell.model.cache.base import LayeredCache
@@ -19,32 +19,6 @@ from foretell.model.cache.layout import Layout
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.runner import Runner, offered
-
-
-@dataclass
-class _Prefix:
-    """What the blocks have read of a row: its first `length` tokens; and the states of those after."""
-
-    length: int = 0
-    pending: list[TargetStates] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        """The first token whose state is not known."""
-        return self.length + sum(len(part.place) for part in self.pending)
-
-    def count_as_read(self) -> None:
-        """Forget the states, which the blocks have read."""
-        self.length, self.pending = self.end, []
-
-    def first(self, tokens: int) -> "_Prefix":
-        """The same for a row that shares the first tokens."""
-        out, left = _Prefix(min(self.length, tokens)), tokens - self.length
-        for states, place in self.pending:
-            if left > 0:
-                out.pending.append(TargetStates(states, place[:left]))
-                left -= len(place)
-        return out
 
 
 class ExitBlocks:
@@ -76,7 +50,7 @@ class ExitBlocks:
             self.network = network.followed_by(layer, blocks)
         places = [*range(layer), *range(place, place + len(blocks))]
         self._cache = LayeredCache([cache], [(0, index) for index in places])
-        self._prefixes: dict[int, _Prefix] = {}
+        self._prefixes: dict[int, PrefixState] = {}
         self._read_by_drafts = StepState[dict[int, int]]()
         """How many pending tokens of each row the drafts of a step have read."""
 
@@ -95,7 +69,7 @@ class ExitBlocks:
         rows = [context.rows[i] for i in requests]
         prefixes = [self._prefixes[row] for row in rows]
         parts, counts = list[torch.Tensor](), list[int]()
-        pending = [prefix.end - prefix.length for prefix in prefixes]
+        pending = [prefix.pending_count for prefix in prefixes]
         self._read_by_drafts.put(context, dict(zip(rows, pending, strict=True)))
         for prefix, count, root in zip(prefixes, pending, roots, strict=True):
             if prefix.pending:
@@ -130,12 +104,11 @@ class ExitBlocks:
         """Keep the target's states at the accepted nodes."""
         output = step.output
         for row, count in self._read_by_drafts.of(step.context, {}).items():
-            if count:
-                self._prefixes[row].count_as_read()
+            self._prefixes[row].count_as_read(count)
         for i, (row, start) in enumerate(zip(step.context.rows, step.start_positions, strict=True)):
             known = self._prefixes.get(row)
             if start == 0:
-                known = self._prefixes[row] = _Prefix()
+                known = self._prefixes[row] = PrefixState()
             if known is None or known.end != start:
                 self._prefixes.pop(row, None)
                 continue
@@ -157,5 +130,6 @@ class ExitBlocks:
         if known is None:
             self._prefixes.pop(target, None)
             return 0
-        self._prefixes[target] = known.first(length)
-        return min(length, known.end)
+        copied = self._prefixes[target] = replace(known)
+        copied.truncate(length)
+        return copied.end

@@ -31,7 +31,7 @@ class HeadsDrafter(RootStatePredictor):
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """The number of heads, for requests whose root state is known."""
-        return np.minimum(super().max_depths(context), np.where(self._ready(context), self.network.heads, 0))
+        return np.minimum(super().max_depths(context), self.network.heads)
 
     def _scores(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits over the draft vocabulary, of the heads that the frontier needs; a new tree computes those of all

@@ -8,8 +8,7 @@ import torch
 from foretell.core.context import Context, StepResult, StepState, TokenBuffer
 from foretell.core.sampling import Stream
 from foretell.core.tree import TokenTree
-from foretell.draft.acceptance import AcceptanceEstimator
-from foretell.draft.base import Continuation, Retriever
+from foretell.draft.acceptance import Candidate, EstimatingRetriever
 
 
 class NgramPool:
@@ -93,14 +92,13 @@ class LookaheadWindow:
 class _RequestState:
     """State of one request."""
 
-    def __init__(self, window: LookaheadWindow, pool: NgramPool, ranks: int) -> None:
+    def __init__(self, window: LookaheadWindow, pool: NgramPool) -> None:
         self.window, self.pool = window, pool
-        self.estimator = AcceptanceEstimator([max(0.35 - 0.03 * r, 0.1) for r in range(max(ranks, 1))])
         self.pooled = 0
         """Start of the sequence's first n-gram that is not in the pool."""
 
 
-class LookaheadDrafter(Retriever):
+class LookaheadDrafter(EstimatingRetriever):
     """A window of `width` positions, n-grams of `ngram` tokens, at most `candidates` of them verified per pass (Fu et
     al., arXiv 2402.02057).
 
@@ -129,28 +127,21 @@ class LookaheadDrafter(Retriever):
                 "lookahead needs a window of at least 1, n-grams of at least 2 and no fewer than 0 candidates, "
                 f"found {width}, {ngram} and {candidates}"
             )
+        super().__init__([max(0.35 - 0.03 * rank, 0.1) for rank in range(max(candidates, 1))])
         self.width, self.ngram, self.candidates = width, ngram, candidates
         self.from_text, self.follow, self.eos = from_text, follow, frozenset(eos)
         self._rows: dict[int, _RequestState] = {}
-        self._offered = StepState[dict[int, list[tuple[int, ...]]]]()
         self._probes = StepState[dict[int, list[int]]]()
         """Nodes of the last row of each window in the step's tree, before the prefix was added."""
 
-    def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
+    def _candidates(self, context: Context, i: int, budget: int) -> list[Candidate]:
         """The pool's n-grams that begin with the last token, most recent first."""
-        out, offered = [], dict[int, list[tuple[int, ...]]]()
-        for i, (row, last) in enumerate(zip(context.rows, context.last_tokens, strict=True)):
-            if row not in self._rows:
-                self._rows[row] = self._start(context, i)
-            state = self._rows[row]
-            if self.from_text:
-                self._pool_text(state, context.sequences[i])
-            offered[row] = state.pool.after(last)[: self.candidates]
-            out.append(
-                [Continuation(t, state.estimator.cumulative(rank, len(t))) for rank, t in enumerate(offered[row])]
-            )
-        self._offered.put(context, offered)
-        return out
+        row, sequence = context.rows[i], context.sequences[i]
+        if row not in self._rows:
+            self._rows[row] = self._start(context, i)
+        if self.from_text:
+            self._pool_text(self._rows[row], sequence)
+        return list(enumerate(self._rows[row].pool.after(sequence.last_token)[: self.candidates]))
 
     def _start(self, context: Context, i: int) -> _RequestState:
         sequence, rng, draws = context.sequences[i], context.rngs[i], iter(range(1 << 62))
@@ -159,9 +150,7 @@ class LookaheadDrafter(Retriever):
         def guess() -> int:
             return int(sequence.tokens[int(rng.uniform(start + next(draws), Stream.LOOKAHEAD) * start)])
 
-        return _RequestState(
-            LookaheadWindow(self.width, self.ngram - 1, guess), NgramPool(self.candidates), self.candidates
-        )
+        return _RequestState(LookaheadWindow(self.width, self.ngram - 1, guess), NgramPool(self.candidates))
 
     def _pool_text(self, state: _RequestState, sequence: TokenBuffer) -> None:
         tokens = sequence.tokens[state.pooled :].tolist()
@@ -183,7 +172,8 @@ class LookaheadDrafter(Retriever):
 
     def observe(self, step: StepResult) -> None:
         """Advance the windows, add the completed n-grams to the pools, and update the acceptance rates."""
-        probes_of, offered = self._probes.of(step.context, {}), self._offered.of(step.context, {})
+        super().observe(step)
+        probes_of = self._probes.of(step.context, {})
         rows = [
             (i, row, probes_of[row])
             for i, row in enumerate(step.context.rows)
@@ -200,11 +190,10 @@ class LookaheadDrafter(Retriever):
         best = step.output.logits[torch.from_numpy(at)].argmax(-1).tolist()
         for i, row, probes in rows:
             state, predicted, best = self._rows[row], best[: len(probes)], best[len(probes) :]
-            for rank, tokens in enumerate(offered.get(row, [])):
-                state.estimator.update_run(rank, tokens, step.new_tokens[i])
             for ngram in state.window.advance(predicted, len(step.new_tokens[i]) if self.follow else 1, self.eos):
                 state.pool.add(ngram)
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
+        super().release(row)
         self._rows.pop(row, None)

@@ -5,14 +5,12 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context
-from foretell.core.tree import TokenTree
-from foretell.draft.base import Frontier, NodeLogits, Predictor
-from foretell.draft.heads import scores_by_depth
+from foretell.draft.heads import OnePassPredictor
 from foretell.model.diffusion.attention import SequenceStore
 from foretell.model.diffusion.predictor import MaskPredictor
 
 
-class MaskedDiffusionDrafter(Predictor):
+class MaskedDiffusionDrafter(OnePassPredictor):
     """Predicts `length` masked tokens behind every sequence, each independent of the others of its block (speculative
     diffusion decoding, arXiv 2408.05636).
 
@@ -24,32 +22,21 @@ class MaskedDiffusionDrafter(Predictor):
     label = "masked diffusion model"
 
     def __init__(self, predictor: MaskPredictor, length: int, steps: int = 1) -> None:
-        self._predictor, self._length, self._steps = predictor, length, steps
+        self._predictor, self.depth, self._steps = predictor, length, steps
         self.max_context = predictor.decoder.config.context - length
         self._stores: dict[int, tuple[SequenceStore, int]] = {}
         """Per row what is kept, and the number of decided tokens that it holds."""
-        self._logits = torch.zeros(0, 0, 0)
 
-    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
-        """The length of the block."""
-        return np.minimum(super().max_depths(context), self._length)
+    def _predict(self, context: Context) -> Float[torch.Tensor, "l r v"]:
+        """Logits of the masks of all requests that may have drafts."""
+        drafting = [i for i, depth in enumerate(context.max_depth) if depth]
+        blocks = [self._predict_block(context.rows[i], context.sequences[i].tokens) for i in drafting]
+        vocab = self._predictor.decoder.config.vocab
+        return torch.stack(blocks, 1) if blocks else torch.zeros(self.depth, 0, vocab)
 
-    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
-        """The logits of mask `d` for nodes at depth `d`; a new tree computes those of all masks."""
-        drafting = [bool(depth) for depth in context.max_depth]
-        if tree.nodes == 1:
-            blocks = [
-                self._predict(row, text.tokens)
-                for row, text, wanted in zip(context.rows, context.sequences, drafting, strict=True)
-                if wanted
-            ]
-            vocab = self._predictor.decoder.config.vocab
-            self._logits = torch.stack(blocks, 1) if blocks else torch.zeros(self._length, 0, vocab)
-        return scores_by_depth(self._logits, tree, frontier, drafting)
-
-    def _predict(self, row: int, sequence: Int[np.ndarray, " n"]) -> Float[torch.Tensor, "l v"]:
+    def _predict_block(self, row: int, sequence: Int[np.ndarray, " n"]) -> Float[torch.Tensor, "l v"]:
         """Logits of the masks behind a sequence."""
-        p, length, count = self._predictor, len(sequence), self._length
+        p, length, count = self._predictor, len(sequence), self.depth
         store, kept = self._stores.get(row, (p.new_store(length + count), 0))
         # The output at the last token may predict the first mask.
         begin = max(min(kept, length - 1), 0)
@@ -67,10 +54,10 @@ class MaskedDiffusionDrafter(Predictor):
     ) -> Float[torch.Tensor, "l v"]:
         """Logits after one more pass in which the most confident predictions stand in place of their masks."""
         confidence, best = logits.softmax(-1).max(-1)
-        shown = confidence.topk(self._length * step // self._steps).indices
+        shown = confidence.topk(self.depth * step // self._steps).indices
         token = token.clone()
         token[1 + shown] = best[shown]
-        fresh = self._predictor.read(store, token, length - 1, range(length, length + self._length))
+        fresh = self._predictor.read(store, token, length - 1, range(length, length + self.depth))
         fresh[shown] = logits[shown]
         return fresh
 

@@ -31,15 +31,12 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         super().__init__(network)
         self._states = torch.zeros(0, 0)
         """States of the nodes expanded in this step, in the order of their expansion."""
-        self._stage: Int[np.ndarray, " k"] = np.zeros(0, np.int64)
-        """The stage that computed each of them."""
         self._state_index: Int[np.ndarray, "b n"] = np.zeros((0, 0), np.int64)
         """The row of every node in `_states`; -1: none."""
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """The number of stages, for requests whose root state is known."""
-        pairs = zip(super().max_depths(context).tolist(), self._ready(context), strict=True)
-        return np.array([min(depth, self.network.stages) if ready else 0 for depth, ready in pairs], np.int64)
+        return np.minimum(super().max_depths(context), self.network.stages)
 
     def _prepare_states(self, hidden_states: Sequence[Float[torch.Tensor, "b d"]]) -> Float[torch.Tensor, "b e"]:
         """The states before the first stage."""
@@ -66,7 +63,7 @@ class MLPSpeculatorDrafter(RootStatePredictor):
             return self._score_roots(tree, context)
         row = np.arange(tree.rows)[:, None]
         parent = self._state_index[row, tree.parent[row, frontier]]
-        stage = self._stage[parent] + 1
+        stage = tree.depth[row, frontier]
         most = np.minimum(context.max_depth, self.network.stages)[:, None]
         wanted = tree.valid[row, frontier] & (stage < most) & (parent >= 0)
         logit_index = np.full(tree.token.shape, -1, np.int64)
@@ -91,7 +88,7 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         """Logits after the roots, from the target's states; none where the state is not known."""
         ready = self._ready(context)
         self._state_index = np.where(ready, np.cumsum(ready) - 1, -1)[:, None]
-        self._states, self._stage = torch.zeros(0, 0), np.zeros(1, np.int64)
+        self._states = torch.zeros(0, 0)
         if not any(ready):
             return self._no_logits(), self._state_index
         texts = [text for text, yes in zip(context.sequences, ready, strict=True) if yes]
@@ -104,8 +101,6 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         """Logits after nodes of these parents' states and these tokens, and the rows of their own states."""
         new, logits = self.network.draft_step(state, torch.from_numpy(token).to(state.device), stage)
         index = np.arange(len(new)) + len(self._states)
-        stages = np.full(len(new), stage)
-        self._stage = np.concatenate([self._stage, stages]) if len(self._states) else stages
         self._states = torch.cat([self._states, new]) if len(self._states) else new
         return logits, index
 

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 
-from foretell.core.context import Context, StepResult, StepState
+from foretell.core.context import Context, StepResult
 from foretell.core.tree import root_tree
-from foretell.draft.acceptance import AcceptanceEstimator
-from foretell.draft.base import Continuation, Retriever
+from foretell.draft.acceptance import Candidate, EstimatingRetriever
 from foretell.model.run.runner import Runner
 
 _PRIOR = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
@@ -72,12 +71,11 @@ def unit(states: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
     return F.normalize(states.float(), dim=-1)
 
 
-class _RequestState:
-    """State of one request: its hidden states, one per token that the target has read."""
+class _ReadStates:
+    """The hidden states of one request, one per token that the target has read."""
 
     def __init__(self) -> None:
         self._buffer, self.length = torch.zeros(0, 0), 0
-        self.estimator = AcceptanceEstimator(_PRIOR)
 
     @property
     def states(self) -> Float[torch.Tensor, "t d"]:
@@ -96,7 +94,7 @@ class _RequestState:
         self.length = end
 
 
-class PhraseRetriever(Retriever):
+class PhraseRetriever(EstimatingRetriever):
     """Continuations of earlier occurrences of the last token whose hidden states are most similar to the current one.
 
     The drafting part of "Copy is All You Need" (Lan et al., arXiv 2307.06962), with the target itself as untrained
@@ -119,32 +117,26 @@ class PhraseRetriever(Retriever):
             raise ValueError(f"at least one phrase of one token must be copied, found {best} of {copy}")
         if documents is None and not search_own:
             raise ValueError("phrase retrieval without documents and without the text itself has nothing to search")
+        super().__init__(_PRIOR)
         self.hidden_layers = (hidden_layer,)
         self.documents, self.best, self.copy, self.search_own = documents, best, copy, search_own
-        self._rows: dict[int, _RequestState] = {}
-        self._offered = StepState[dict[int, list[tuple[int, tuple[int, ...]]]]]()
+        self._rows: dict[int, _ReadStates] = {}
 
-    def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
-        """The best phrases per request, most similar first."""
-        out, offered = [], dict[int, list[tuple[int, tuple[int, ...]]]]()
-        for row, sequence, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
-            state = self._rows.get(row)
-            if state is None or state.length != sequence.length - 1 or not len(sequence.generated):
-                # Before the first new token the states depend on how the prompt was cut into chunks.
-                out.append(list[Continuation]())
-                continue
-            sources = [] if self.documents is None else [self.documents]
-            if self.search_own:
-                sources.append(PhraseIndex(sequence.tokens[:-1], state.states))
-            phrases = self._phrases(sources, state.states[-1], int(sequence.tokens[-1]), min(self.copy, max_depth))
-            offered[row] = phrases
-            out.append([Continuation(t, state.estimator.cumulative(kind, len(t))) for kind, t in phrases])
-        self._offered.put(context, offered)
-        return out
+    def _candidates(self, context: Context, i: int, budget: int) -> list[Candidate]:
+        """The best phrases for a request, most similar first."""
+        sequence, known = context.sequences[i], self._rows.get(context.rows[i])
+        if known is None or known.length != sequence.length - 1 or not len(sequence.generated):
+            # Before the first new token the states depend on how the prompt was cut into chunks.
+            return []
+        sources = [] if self.documents is None else [self.documents]
+        if self.search_own:
+            sources.append(PhraseIndex(sequence.tokens[:-1], known.states))
+        most = min(self.copy, int(context.max_depth[i]))
+        return self._phrases(sources, known.states[-1], int(sequence.tokens[-1]), most)
 
     def _phrases(
         self, sources: Sequence[PhraseIndex], query: Float[torch.Tensor, " d"], token: int, most: int
-    ) -> list[tuple[int, tuple[int, ...]]]:
+    ) -> list[Candidate]:
         """Similarity level and tokens of the best different phrases of all sources."""
         hits = [(score, source, at) for source in sources for score, at in source.find(query, token, self.best)]
         level_of = dict[tuple[int, ...], int]()
@@ -154,32 +146,31 @@ class PhraseRetriever(Retriever):
 
     def observe(self, step: StepResult) -> None:
         """Add the states of the accepted tokens, and update the acceptance rates."""
-        offered = self._offered.of(step.context, {})
+        super().observe(step)
         for i, row in enumerate(step.context.rows):
-            state = self._rows.setdefault(row, _RequestState())
-            state.append(
-                unit(step.output.hidden_states[0][torch.from_numpy(step.output.hidden_index[i, list(step.paths[i])])])
-            )
-            for kind, tokens in offered.get(row, []):
-                state.estimator.update_run(kind, tokens, step.new_tokens[i])
+            at = torch.from_numpy(step.output.hidden_index[i, list(step.paths[i])])
+            self._rows.setdefault(row, _ReadStates()).append(unit(step.output.hidden_states[0][at]))
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
+        super().release(row)
         self._rows.pop(row, None)
 
     def rewind(self, row: int, length: int) -> int:
         """Keep the states of the shared tokens."""
-        return self._copy_states(self._rows.pop(row, None), row, length)
+        known = self._rows.get(row)
+        self.release(row)
+        return self._copy_states(known, row, length)
 
     def copy_row(self, source: int, target: int, length: int) -> int:
         """Copy the states of the shared tokens."""
         self.release(target)
         return self._copy_states(self._rows.get(source), target, length)
 
-    def _copy_states(self, source: _RequestState | None, target: int, length: int) -> int:
+    def _copy_states(self, source: _ReadStates | None, target: int, length: int) -> int:
         if source is None or source.length < length:
             return 0
-        self._rows[target] = _RequestState()
+        self._rows[target] = _ReadStates()
         self._rows[target].append(source.states[:length])
         return length
 

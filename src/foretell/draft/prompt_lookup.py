@@ -6,15 +6,16 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int
 
-from foretell.core.context import Context, StepResult, StepState
-from foretell.draft.acceptance import AcceptanceEstimator
-from foretell.draft.base import Continuation, Retriever
+from foretell.core.context import Context
+from foretell.draft.acceptance import Candidate, EstimatingRetriever
 
 Scope = Literal["references", "prompt", "text"]
 Choice = Literal["latest", "first"]
+_PRIOR = (0.25, 0.4, 0.6, 0.75, 0.85, 0.9)
+"""Prior acceptance rates, by the length of the match."""
 
 
-class PromptLookup(Retriever):
+class PromptLookup(EstimatingRetriever):
     """Prompt lookup (Saxena 2023) and LLMA (Yang et al., arXiv 2304.04487): the longest n-gram match of `longest ..
     shortest` tokens.
 
@@ -41,23 +42,17 @@ class PromptLookup(Retriever):
             raise ValueError(f"at least one token must be copied, found {copy}")
         if scope == "references" and not references:
             raise ValueError("looking up references only needs at least one reference document")
+        super().__init__(_PRIOR)
         self.longest, self.shortest, self.copy = longest, shortest, copy
         self.scope, self.choice = scope, choice
         self.references = [np.asarray(r, np.int64) for r in references if len(r)]
-        self._estimators: dict[int, AcceptanceEstimator] = {}
-        self._offered = StepState[dict[int, tuple[int, tuple[int, ...]]]]()
 
-    def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
-        """The continuation per request, if its last tokens occurred before."""
-        out, offered = [], dict[int, tuple[int, tuple[int, ...]]]()
-        for row, sequence, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
-            searched = {"references": 0, "prompt": sequence.prompt_length, "text": sequence.length}[self.scope]
-            size, tokens = self.find(sequence.tokens, searched, min(self.copy, budget, max_depth))
-            estimator = self._estimators.setdefault(row, AcceptanceEstimator(prior=[0.25, 0.4, 0.6, 0.75, 0.85, 0.9]))
-            offered[row] = (size, tokens)
-            out.append([Continuation(tokens, estimator.cumulative(size - 1, len(tokens)))] if tokens else [])
-        self._offered.put(context, offered)
-        return out
+    def _candidates(self, context: Context, i: int, budget: int) -> list[Candidate]:
+        """The continuation of a request, if its last tokens occurred before."""
+        sequence, most = context.sequences[i], min(self.copy, budget, int(context.max_depth[i]))
+        searched = {"references": 0, "prompt": sequence.prompt_length, "text": sequence.length}[self.scope]
+        size, tokens = self.find(sequence.tokens, searched, most)
+        return [(size - 1, tokens)] if tokens else []
 
     def find(self, sequence: Int[np.ndarray, " t"], searched: int, max_tokens: int) -> tuple[int, tuple[int, ...]]:
         """Length of the longest match of the last tokens of `sequence` in its first `searched` tokens or a reference,
@@ -74,18 +69,6 @@ class PromptLookup(Retriever):
                     end = int(ends[size - 1][-1 if self.choice == "latest" else 0])
                     return size, tuple(document[end + 1 : end + 1 + max_tokens].tolist())
         return 0, ()
-
-    def observe(self, step: StepResult) -> None:
-        """Update the acceptance rates."""
-        offered = self._offered.of(step.context, {})
-        for row, decided in zip(step.context.rows, step.new_tokens, strict=True):
-            size, tokens = offered.get(row, (0, ()))
-            if tokens and decided:
-                self._estimators[row].update_run(size - 1, tokens, decided)
-
-    def release(self, row: int) -> None:
-        """Forget a row whose request has ended."""
-        self._estimators.pop(row, None)
 
 
 def match_ends(

@@ -2,11 +2,11 @@
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from foretell.core.context import Context, StepState
 from foretell.core.tree import NodeMask, TokenTree, tree_from_lists
-from foretell.draft.base import Frontier, NodeLogits, Predictor
+from foretell.draft.base import Frontier, NodeLogits, TargetCachePredictor, in_engine
 from foretell.draft.early_exit import frontier_nodes
 from foretell.draft.heads import OnePassPredictor
 from foretell.model.run.compact_runner import check_whole
@@ -14,22 +14,19 @@ from foretell.model.run.network import Network
 from foretell.model.run.partial_pass import with_ancestors
 from foretell.model.run.runner import DraftsInCache, Runner, required
 
-_NO_ENGINE = "a drafter that shares the cache of its target works in an engine only"
 
-
-class SparseTargetDrafter(Predictor):
+class SparseTargetDrafter(TargetCachePredictor):
     """Drafts with a network that shares the target's cache and has keys and values of the same sizes: the target with
     a part of its neurons (CATS, arXiv 2404.08763; Deja Vu, arXiv 2310.17157; MatFormer, arXiv 2310.07707).
 
     The text that the target has read is not read again. Keys and values of drafts are written to the target's cache,
-    where its pass replaces them. There is no draft before the target has read the prompt.
+    where its pass replaces them.
     """
 
     label = "target with a part of its neurons"
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self._runner: Runner | None = None
         self._cache: DraftsInCache | None = None
         """The target, whose cache takes the drafts."""
         self._read = StepState[NodeMask]()
@@ -44,18 +41,6 @@ class SparseTargetDrafter(Predictor):
         check_whole(runner)
         self._cache = required(runner, DraftsInCache, "a draft in the target's cache needs a model of the own decoder")
         self._runner = runner
-
-    @property
-    def _target(self) -> Runner:
-        if self._runner is None:
-            raise ValueError(_NO_ENGINE)
-        return self._runner
-
-    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
-        """As `Drafter.max_depths`; 0 for the first token of an answer, and where the target is behind."""
-        pairs = zip(context.rows, context.sequences, strict=True)
-        ready = [s.length > s.prompt_length and self._target.length(row) == s.length - 1 for row, s in pairs]
-        return np.where(ready, super().max_depths(context), 0)
 
     def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits after the frontier; none for requests at their maximum depth."""
@@ -74,9 +59,7 @@ class SparseTargetDrafter(Predictor):
     def _forward(
         self, network: Network, context: Context, tree: TokenTree, read: NodeMask, wanted: NodeMask
     ) -> NodeLogits:
-        if self._cache is None:
-            raise ValueError(_NO_ENGINE)
-        output = self._cache.forward_draft(network, context.rows, tree, read, wanted)
+        output = in_engine(self._cache).forward_draft(network, context.rows, tree, read, wanted)
         return output.logits, output.logit_index
 
 

@@ -4,9 +4,11 @@ time per token.
 
 from collections.abc import Iterable, Sequence
 
-from foretell.core.context import Context, StepResult, StepState, TokenBuffer
-from foretell.draft.acceptance import AcceptanceEstimator
-from foretell.draft.base import Continuation, Retriever
+from foretell.core.context import Context, TokenBuffer
+from foretell.draft.acceptance import Candidate, EstimatingRetriever
+
+_PRIOR = (0.25, 0.4, 0.6, 0.7, 0.78, 0.82, 0.86, 0.9)
+"""Prior acceptance rates, by the length of the match."""
 
 
 class SuffixAutomaton:
@@ -63,14 +65,14 @@ class SuffixAutomaton:
         return self.transitions[state][token], size + 1
 
 
-class _Match:
+class _Place:
     """The longest suffix of a sequence that occurs in an automaton: its state and its length."""
 
     def __init__(self) -> None:
         self.state, self.size = 0, 0
 
 
-class SuffixRetriever(Retriever):
+class SuffixRetriever(EstimatingRetriever):
     """Longest-suffix retrieval (SAM-Decoding, arXiv 2411.10666): the continuation of the first earlier occurrence of
     the longest suffix.
 
@@ -89,41 +91,31 @@ class SuffixRetriever(Retriever):
     ) -> None:
         if shortest < 1 or copy < 1:
             raise ValueError(f"suffix matching needs shortest and copy of at least 1, found {shortest} and {copy}")
+        super().__init__(_PRIOR)
         self.shortest, self.copy, self.bias = shortest, copy, bias
         # Negative ids occur in no sequence: no match or continuation crosses a document's end.
         self._static = SuffixAutomaton(t for r in references for t in (*r, -1))
         self._own: dict[int, SuffixAutomaton] = {}
-        self._matches: dict[int, tuple[_Match, _Match]] = {}
-        self._estimators: dict[int, AcceptanceEstimator] = {}
-        self._offered = StepState[dict[int, list[tuple[int, tuple[int, ...]]]]]()
+        self._places: dict[int, tuple[_Place, _Place]] = {}
 
-    def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
+    def _candidates(self, context: Context, i: int, budget: int) -> list[Candidate]:
         """Continuations of the longest match and the next shorter one, in the sequence and in the references."""
-        out, offered = [], dict[int, list[tuple[int, tuple[int, ...]]]]()
-        for row, sequence, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
-            self._follow(row, sequence)
-            most = min(self.copy, budget, max_depth)
-            matches = self._continuations(row, most) if most > 0 else []
-            estimator = self._estimators.setdefault(
-                row, AcceptanceEstimator(prior=[0.25, 0.4, 0.6, 0.7, 0.78, 0.82, 0.86, 0.9])
-            )
-            offered[row] = matches
-            out.append([Continuation(tokens, estimator.cumulative(size - 1, len(tokens))) for size, tokens in matches])
-        self._offered.put(context, offered)
-        return out
+        row, most = context.rows[i], min(self.copy, budget, int(context.max_depth[i]))
+        self._follow(row, context.sequences[i])
+        return [(size - 1, tokens) for size, tokens in self._continuations(row, most)] if most > 0 else []
 
     def _follow(self, row: int, sequence: TokenBuffer) -> None:
         """Read the new tokens: match first, then extend, so that a match is always an earlier occurrence."""
         own = self._own.setdefault(row, SuffixAutomaton())
-        mine, static = self._matches.setdefault(row, (_Match(), _Match()))
+        mine, static = self._places.setdefault(row, (_Place(), _Place()))
         for token in sequence.tokens[len(own.tokens) :].tolist():
             mine.state, mine.size = own.advance(mine.state, mine.size, token)
             own.extend(token)
             static.state, static.size = self._static.advance(static.state, static.size, token)
 
-    def _continuations(self, row: int, most: int) -> list[tuple[int, tuple[int, ...]]]:
-        own, (mine, static) = self._own[row], self._matches[row]
-        continuations = list[tuple[int, tuple[int, ...]]]()
+    def _continuations(self, row: int, most: int) -> list[Candidate]:
+        own, (mine, static) = self._own[row], self._places[row]
+        continuations = list[Candidate]()
         for automaton, match, bias in ((own, mine, 0), (self._static, static, self.bias)):
             state, size = match.state, match.size
             for _ in range(2):
@@ -139,15 +131,8 @@ class SuffixRetriever(Retriever):
                 size = automaton.length[state]
         return continuations
 
-    def observe(self, step: StepResult) -> None:
-        """Update the acceptance rates."""
-        offered = self._offered.of(step.context, {})
-        for row, decided in zip(step.context.rows, step.new_tokens, strict=True):
-            for size, tokens in offered.get(row, []):
-                if decided:
-                    self._estimators[row].update_run(size - 1, tokens, decided)
-
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
-        for memory in (self._own, self._matches, self._estimators):
-            memory.pop(row, None)
+        super().release(row)
+        self._own.pop(row, None)
+        self._places.pop(row, None)

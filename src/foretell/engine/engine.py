@@ -126,29 +126,6 @@ class Engine:
         self._scheduler.add(live)
         return self._last_number
 
-    def fork(self, number: int, requests: Sequence[Request]) -> list[int]:
-        """Submit requests that continue what request `number` has so far: its prompt and its new tokens come before
-        their prompts, which may be empty. Their numbers.
-
-        With `prefix_caching` the common tokens are read once. Drafts and samples of a fork are its own.
-
-        Raises:
-            ValueError: the request is over or unknown, or one of the new ones is invalid; then none is submitted.
-        """
-        source = self._scheduler.find(number)
-        if source is None:
-            raise ValueError(f"request {number} is over or unknown: fork a request while it waits or runs")
-        tokens, numbers = source.sequence.tokens.tolist(), list[int]()
-        try:
-            for request in requests:
-                prompt = [*tokens, *request.prompt]
-                numbers.append(self.submit(replace(request, prompt=prompt, images=source.request.images)))
-        except ValueError:
-            for submitted in numbers:
-                self.cancel(submitted)
-            raise
-        return numbers
-
     def _bind(self, method: AnyMethod) -> BoundMethod:
         """The method in this engine, its parts claimed."""
         is_new = id(method) not in self._methods

@@ -74,10 +74,10 @@ class MethodGroups:
             for i, method in enumerate(methods):
                 indices.setdefault(method, []).append(i)
             self.groups = [MethodGroup(method, which) for method, which in indices.items()]
-        self.hidden_layers = self.groups[0].method.hidden_layers
+        self.hidden_layers = self.groups[0].method.draft.hidden_layers
         """Hidden layers that the drafters need; of a single one, in its order."""
         if len(self.groups) > 1:
-            self.hidden_layers = tuple(sorted({layer for g in self.groups for layer in g.method.hidden_layers}))
+            self.hidden_layers = tuple(sorted({layer for g in self.groups for layer in g.method.draft.hidden_layers}))
 
     def propose(self, context: Context, unread: Sequence[Sequence[int]], ready: Sequence[bool]) -> TokenTree:
         """The tree of each request below its unread tokens; only the requests that are `ready` to decode have drafts.
@@ -220,4 +220,4 @@ class MethodGroups:
         part = replace(step.select(group.indices), drafting=drafting, budgeted=budgeted)
         if group.probe_offset:
             part = replace(part, tree=part.tree.shift_probe_ids(self._vocab, -group.probe_offset))
-        return with_hidden_layers(part, self.hidden_layers, group.method.hidden_layers)
+        return with_hidden_layers(part, self.hidden_layers, group.method.draft.hidden_layers)

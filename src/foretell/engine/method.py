@@ -7,12 +7,11 @@ from typing import Any, Generic, TypeVar
 
 from foretell.accept.base import Acceptor
 from foretell.core.context import Context, StepResult
-from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree, TreeBounds
 from foretell.draft.base import Drafter, Predictor, Retriever
 from foretell.engine.drafter_check import DrafterCheck
 from foretell.shape.base import Shape, Source
-from foretell.shape.constrained import TreeLimits, fit_to_rules
+from foretell.shape.constrained import fit_to_rules
 
 D = TypeVar("D", bound=Drafter)
 
@@ -40,17 +39,15 @@ class Method(Generic[D]):
 
     def __post_init__(self) -> None:
         if not isinstance(self.draft, self.tree.drafter_type):
-            shape, drafter = type(self.tree).__name__, type(self.draft).__name__
+            shape, drafter, kinds = type(self.tree).__name__, type(self.draft).__name__, self.tree.drafter_type
+            needed = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
             fitting = {
                 Predictor: "Chain, BranchingTree, FixedTree or DynamicTree",
                 Retriever: "Trie",
                 Drafter: "RootOnly",
             }
             suggestion = next(names for kind, names in fitting.items() if isinstance(self.draft, kind))
-            raise ValueError(
-                f"{shape} needs a {self.tree.drafter_type.__name__}, and {drafter} is not one; try {suggestion} as the "
-                "tree"
-            )
+            raise ValueError(f"{shape} needs a {needed}, and {drafter} is not one; try {suggestion} as the tree")
 
     @property
     def lossless(self) -> bool:
@@ -58,21 +55,11 @@ class Method(Generic[D]):
         return self.accept.lossless
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Target layers whose hidden states the drafter needs."""
-        return self.draft.hidden_layers
-
-    @property
-    def exact_keys(self) -> bool:
-        """Whether other requests may begin with the tokens of an answer; see `Drafter.exact_keys`."""
-        return bool(self.draft.exact_keys)
-
-    @property
     def needs_own_rows(self) -> bool:
         """Whether a request can reuse the prefixes of this method's requests alone: the drafter needs hidden states of
         all that the target reads, or what it drafts may change the text.
         """
-        return bool(self.hidden_layers) and not (self.draft.resumes and self.accept.same_seed)
+        return bool(self.draft.hidden_layers) and not (self.draft.resumes and self.accept.same_seed)
 
     def propose(self, context: Context) -> TokenTree:
         """Trees for the requests of `context`: those that `grow` gives, with the drafter's probes."""
@@ -110,12 +97,9 @@ class Method(Generic[D]):
 
     def fit(self, tree: TokenTree, context: Context) -> TokenTree:
         """The tree without drafts that the rules of its requests forbid, and with the tokens that they force."""
-        return fit_to_rules(tree, context, self._tree_limits)
-
-    @property
-    def _tree_limits(self) -> TreeLimits:
         accept = self.accept
-        return TreeLimits(accept.same_seed or not accept.lossless, accept.takes_added and self.draft.drafts_forced)
+        prunes_sampled = accept.same_seed or not accept.lossless
+        return fit_to_rules(tree, context, prunes_sampled, accept.takes_added and self.draft.drafts_forced)
 
     def observe(self, step: StepResult) -> None:
         """Update drafter and shape after a pass of the target."""
@@ -125,22 +109,6 @@ class Method(Generic[D]):
     def release(self, row: int) -> None:
         """Forget a row whose request is over."""
         self.draft.release(row)
-
-    def rewind(self, row: int, length: int) -> int:
-        """Prepare a row for a request that begins with the first `length` tokens of its last one; see
-        `Drafter.rewind`.
-        """
-        return self.draft.rewind(row, length)
-
-    def copy_row(self, source: int, target: int, length: int) -> int:
-        """Prepare row `target` for a request that begins with the first `length` tokens of that of row `source`; see
-        `Drafter.copy_row`.
-        """
-        return self.draft.copy_row(source, target, length)
-
-    def bind(self, engine: BindingEngine) -> bool:
-        """Bind drafter and shape to `engine`; whether one was bound to another before. See `EngineBound.bind`."""
-        return any([self.draft.bind(engine), self.tree.bind(engine)])
 
 
 AnyMethod = Method[Any]
@@ -166,7 +134,8 @@ class BoundMethod:
         Raises:
             ValueError: one of them serves another method or engine whose requests are not over.
         """
-        changed, self._owns_parts = self.method.bind(self), True
+        draft: Drafter = self.method.draft
+        changed, self._owns_parts = draft.bind(self), True
         return changed
 
     def unbind(self) -> None:
@@ -189,6 +158,5 @@ class BoundMethod:
             if least is not None:
                 self.release(row)
                 return least
-        if row == source:
-            return self.method.rewind(row, length)
-        return self.method.copy_row(source, row, length)
+        draft: Drafter = self.method.draft
+        return draft.rewind(row, length) if row == source else draft.copy_row(source, row, length)

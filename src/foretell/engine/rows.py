@@ -28,7 +28,7 @@ class _RowContent:
     @property
     def tokens(self) -> Int[np.ndarray, " s"]:
         """The tokens that prompts may begin with: those whose keys a pass of all layers would give."""
-        return self.sequence.tokens[: None if self.method.method.exact_keys else self.sequence.prompt_length]
+        return self.sequence.tokens[: None if self.method.method.draft.exact_keys else self.sequence.prompt_length]
 
 
 class RowPool:
@@ -142,7 +142,7 @@ class RowPool:
         """
         if source in self.free:
             other = self._contents[source].method
-            is_observed = self._kept > 0 and other is not method and bool(other.method.hidden_layers)
+            is_observed = self._kept > 0 and other is not method and bool(other.method.draft.hidden_layers)
             fits = 2 * length >= self._runner.length(source) and not is_observed
             if fits or not shares_prefixes(self._runner):
                 return source
@@ -181,5 +181,5 @@ def _reusable_tokens(sequence: TokenBuffer, method: BoundMethod) -> Int[np.ndarr
     """The tokens of a waiting request that a row may hold already: all of a prompt. A request that goes on after a
     pause drafts after its last token at once, for which a drafter needs the hidden states at the one before.
     """
-    is_resumed = len(sequence.generated) > 0 and bool(method.method.hidden_layers)
+    is_resumed = len(sequence.generated) > 0 and bool(method.method.draft.hidden_layers)
     return sequence.tokens[:-1] if is_resumed else sequence.tokens

@@ -7,6 +7,7 @@ import select
 import socket
 import struct
 from collections import OrderedDict
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -42,6 +43,15 @@ class _Phase(Enum):
     """The request is complete."""
 
 
+class _Timer(Enum):
+    """What a connection waits for."""
+
+    REQUEST = auto()
+    """Until the head is complete, and then until the body is."""
+    WRITE = auto()
+    PEER = auto()
+
+
 class BoundedConfig(uvicorn.Config):
     """The configuration of a server with bounded connections."""
 
@@ -63,15 +73,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """
 
     config: BoundedConfig
-    _request_timer: asyncio.TimerHandle | None = None
-    """Runs until the head is complete, and then until the body is."""
-    _write_timer: asyncio.TimerHandle | None = None
+    _timers: dict[_Timer, asyncio.TimerHandle]
+    """Those that run."""
     _received = 0
     """Bytes in this phase."""
     _phase = _Phase.NOTHING
     _running: RequestResponseCycle | None = None
     """The request that is being answered, or was last; `cycle` is the one that was parsed last."""
-    _peer_timer: asyncio.TimerHandle | None = None
     _closes = False
     """Whether the client sends nothing more."""
     _looks = 0
@@ -80,6 +88,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """A client has connected. The transport is asyncio's or uvloop's."""
         super().connection_made(transport)
+        self._timers = {}
         self._begin_head()
         self.config.idle[self] = None
         if len(self.connections) > self.config.settings.limits.connections:
@@ -88,9 +97,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed."""
         self.config.idle.pop(self, None)
-        self._stop_request_timer()
-        self._stop_write_timer()
-        self._stop_peer_timer()
+        for timer in _Timer:
+            self._stop_timer(timer)
         super().connection_lost(exc)
         waiting = [cycle for cycle, _ in self.pipeline]
         self.pipeline.clear()
@@ -105,15 +113,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return None
         self._closes = True
         self.cycle.keep_alive = False
-        self._stop_peer_timer()
+        self._stop_timer(_Timer.PEER)
         self._look_at_peer()
         return True
 
     def data_received(self, data: bytes) -> None:
         """Some bytes of a request."""
-        phase = self._request_timer
+        phase = self._timers.get(_Timer.REQUEST)
         super().data_received(data)
-        if phase is not self._request_timer:
+        if phase is not self._timers.get(_Timer.REQUEST):
             return
         limits = self.config.settings.limits
         self._received += len(data)
@@ -148,7 +156,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete."""
-        self._stop_request_timer()
+        self._stop_timer(_Timer.REQUEST)
         self._phase = _Phase.NOTHING
         super().on_message_complete()
         if self.cycle.response_complete:
@@ -160,7 +168,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """The answer is written, as far as the server is concerned."""
         super().on_response_complete()
         if self.cycle.response_complete:  # There is no further request in the pipeline.
-            self._stop_peer_timer()
+            self._stop_timer(_Timer.PEER)
             self.config.idle[self] = None
             self.config.idle.move_to_end(self)
             if self._phase is _Phase.NOTHING:
@@ -176,7 +184,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         """The client has read enough for more to be written."""
         super().resume_writing()
-        self._stop_write_timer()
+        self._stop_timer(_Timer.WRITE)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -184,15 +192,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _watch_unread(self) -> None:
         """Look at the client while nothing is read, so that its end is not told by reading."""
-        if self.flow.read_paused and self._peer_timer is None:
-            self._peer_timer = self.loop.call_later(_PEER_SECONDS, self._look_at_peer)
+        if self.flow.read_paused and _Timer.PEER not in self._timers:
+            self._start_timer(_Timer.PEER, _PEER_SECONDS, self._look_at_peer)
 
     def _look_at_peer(self) -> None:
         """End the requests of a client that has left; look again in a while.
 
         One that sends nothing more is asked by an interim answer, at intervals that double.
         """
-        self._peer_timer = None
+        self._timers.pop(_Timer.PEER, None)
         if self._running is None or self._running.response_complete:
             return
         bound = self.transport.get_extra_info("socket")
@@ -206,7 +214,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._looks += 1
             if self._looks & (self._looks - 1) == 0 and self._takes_interim_answers:
                 self.transport.write(_CONTINUE)
-        self._peer_timer = self.loop.call_later(_PEER_SECONDS, self._look_at_peer)
+        self._start_timer(_Timer.PEER, _PEER_SECONDS, self._look_at_peer)
 
     @property
     def _takes_interim_answers(self) -> bool:
@@ -227,9 +235,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._begin(_Phase.HEAD, self.config.settings.timeouts.head)
 
     def _begin(self, phase: _Phase, seconds: float) -> None:
-        self._stop_request_timer()
         self._phase, self._received = phase, 0
-        self._request_timer = self.loop.call_later(seconds, self._cut_off)
+        self._start_timer(_Timer.REQUEST, seconds, self._cut_off)
 
     def _cut_off(self) -> None:
         """Close the connection now, whatever is not sent."""
@@ -240,10 +247,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _watch_writing(self) -> None:
         """Close the connection in a while if the client does not read; see `MIN_BYTES_READ`."""
-        self._stop_write_timer()
         size = self.transport.get_write_buffer_size()
-        seconds = self.config.settings.timeouts.stalled_reader
-        self._write_timer = self.loop.call_later(seconds, self._check_writing, size)
+        self._start_timer(_Timer.WRITE, self.config.settings.timeouts.stalled_reader, self._check_writing, size)
 
     def _check_writing(self, before: int) -> None:
         unread = self.transport.get_write_buffer_size()
@@ -252,17 +257,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif unread:
             self._watch_writing()
 
-    def _stop_request_timer(self) -> None:
-        if self._request_timer is not None:
-            self._request_timer.cancel()
-            self._request_timer = None
+    def _start_timer(self, timer: _Timer, seconds: float, call: Callable[..., None], *arguments: int) -> None:
+        self._stop_timer(timer)
+        self._timers[timer] = self.loop.call_later(seconds, call, *arguments)
 
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
-
-    def _stop_peer_timer(self) -> None:
-        if self._peer_timer is not None:
-            self._peer_timer.cancel()
-            self._peer_timer = None
+    def _stop_timer(self, timer: _Timer) -> None:
+        if (running := self._timers.pop(timer, None)) is not None:
+            running.cancel()

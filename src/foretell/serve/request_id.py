@@ -24,15 +24,19 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         number = scope["request_id"] = _valid(Headers(scope=scope).get(NAME)) or uuid.uuid4().hex
-
         REQUEST_ID.set(number)
+        await self._app(scope, receive, with_header(send, NAME, number))
 
-        async def with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[NAME] = number
-            await send(message)
 
-        await self._app(scope, receive, with_id)
+def with_header(send: Send, name: str, value: str) -> Send:
+    """Sends an answer with one header more."""
+
+    async def send_with_header(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)[name] = value
+        await send(message)
+
+    return send_with_header
 
 
 def _valid(given: str | None) -> str | None:

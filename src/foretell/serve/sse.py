@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from typing import Any, TypeVar
 
 from pydantic_core import to_json
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+T = TypeVar("T")
 DATA, END = b"data: ", b"\n\n"
 """Around the JSON of an event."""
 DONE = DATA + b"[DONE]" + END
@@ -34,7 +36,25 @@ def line(data: Mapping[str, Any]) -> bytes:
     return json_bytes(data) + b"\n"
 
 
-async def disconnected(receive: Receive) -> None:
+async def until_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away.
+
+    Raises:
+        ClientDisconnect: it has.
+    """
+    task, watcher = asyncio.ensure_future(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
     """Return once the client has gone away."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -52,16 +72,8 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        watcher = asyncio.create_task(disconnected(receive))
-        writer = asyncio.create_task(self._write(send))
-        try:
-            await asyncio.wait({watcher, writer}, return_when=asyncio.FIRST_COMPLETED)
-            if writer.done():
-                writer.result()
-        finally:
-            for task in (watcher, writer):
-                task.cancel()
-            await asyncio.gather(watcher, writer, return_exceptions=True)
+        with contextlib.suppress(ClientDisconnect):
+            await until_disconnected(receive, self._write(send))
 
     async def _write(self, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]

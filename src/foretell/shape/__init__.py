@@ -2,10 +2,9 @@
 
 from foretell.shape.base import RootOnly, Shape, TreeBuilder
 from foretell.shape.beam_search import BeamSearch
-from foretell.shape.branching_tree import BranchingTree, MergedTree
+from foretell.shape.branching_tree import BranchingTree
 from foretell.shape.chain import Chain
 from foretell.shape.dynamic_tree import DynamicTree
-from foretell.shape.expert_aware import ExpertAwareTree, ExpertSizes
 from foretell.shape.fixed_tree import FixedTree
 from foretell.shape.hybrid_tree import HybridTree
 from foretell.shape.llmcad import LLMCadTree
@@ -17,12 +16,9 @@ __all__ = [
     "BranchingTree",
     "Chain",
     "DynamicTree",
-    "ExpertAwareTree",
-    "ExpertSizes",
     "FixedTree",
     "HybridTree",
     "LLMCadTree",
-    "MergedTree",
     "RootOnly",
     "Shape",
     "TreeBuilder",

@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from foretell.core.context import Context, StepResult
-from foretell.core.engine_bound import BindingEngine
 from foretell.core.noise import target_noise
 from foretell.core.sampling import Stream, sample_from
 from foretell.core.tree import TokenTree, root_tree
@@ -27,8 +26,8 @@ class Shape(ABC, Generic[D]):
 
     label: ClassVar[str] = ""
     """Short description of the tree for the table of methods."""
-    drafter_type: ClassVar[type[Drafter]]
-    """The kind of drafter that it needs."""
+    drafter_type: ClassVar[type[Drafter] | tuple[type[Drafter], ...]]
+    """The kind of drafter that it needs, or several."""
     elastic: bool = False
     """Whether its size is a bound: the engine's budget always chooses how many of its nodes are verified."""
 
@@ -43,10 +42,6 @@ class Shape(ABC, Generic[D]):
     def sources(self, draft: D) -> "tuple[Source, ...]":
         """The drafters that offer drafts, each with its shape; the engine's budget asks them in this order."""
         return ((draft, self),)
-
-    def bind(self, engine: BindingEngine) -> bool:
-        """Bind this to `engine` (see `EngineBound`); a shape without state may be shared by any number of engines."""
-        return False
 
 
 Source = tuple[Drafter, Shape[Any]]
@@ -163,6 +158,38 @@ def add_top_ranks(
         valid &= best.probability[place] > 0
         token[valid] = best.token[place][valid]
     builder.add(parent, token, valid)
+
+
+def add_best(
+    builder: TreeBuilder,
+    best: TopTokens,
+    score: Float[np.ndarray, "b f"],
+    active: Bool[np.ndarray, "b f"],
+    most: int,
+    least: float = 0.0,
+) -> Float[np.ndarray, "b n"]:
+    """Add the best tokens after the `active` nodes of the frontier, at most `most` per row and in falling order of
+    their scores, which are returned: that of the parent, `score`, times the token's probability, at least `least`.
+    """
+    # Indexed pairwise: `take_along_axis` costs several times as much on arrays as small as these.
+    row, count = np.arange(len(score))[:, None], best.token.shape[1]
+    index = best.logit_index[row, builder.frontier]
+    valid = (
+        builder.tree.valid[row, builder.frontier]
+        & (builder.depth < builder.context.max_depth)[:, None]
+        & (index >= 0)
+        & active
+    )
+    token, new = np.zeros((*index.shape, count), np.int64), np.zeros((*index.shape, count))
+    if valid.any():
+        token[valid] = best.token[index[valid]]
+        new[valid] = score[valid][:, None] * best.probability[index[valid]]
+    token, new = token.reshape(len(score), -1), new.reshape(len(score), -1)
+    good = (new > 0) & (new >= least)
+    order = np.argsort(-np.where(good, new, -1.0), axis=1, kind="stable")[:, : min(most, good.sum(1).max())]
+    if order.shape[1]:
+        builder.add(builder.frontier[row, order // count], token[row, order], good[row, order])
+    return np.asarray(new[row, order])
 
 
 def expand_level(

@@ -3,7 +3,7 @@ leaves next are drafted.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,20 +20,12 @@ GRAMMAR = "grammar"
 """Origin of forced tokens."""
 
 
-@dataclass(frozen=True)
-class TreeLimits:
-    """What an acceptor allows without a change of the answer's distribution.
-
-    `sampled`: sampled drafts may be left out. `added`: drafts that were not sampled may be added.
-    """
-
-    sampled: bool
-    added: bool
-
-
-def fit_to_rules(tree: TokenTree, context: Context, limits: TreeLimits) -> TokenTree:
+def fit_to_rules(tree: TokenTree, context: Context, sampled: bool, added: bool) -> TokenTree:
     """The trees, with a prefix of 1, without drafts that the rules of their requests forbid and those beyond the end of
     an answer, and with forced tokens.
+
+    What the acceptor allows without a change of the answer's distribution: `sampled`: sampled drafts may be left out;
+    `added`: drafts that were not sampled may be added.
     """
     constrained = [i for i, rules in enumerate(context.rules) if rules is not None]
     if not constrained:
@@ -44,8 +36,8 @@ def fit_to_rules(tree: TokenTree, context: Context, limits: TreeLimits) -> Token
         rules = context.rules[row]
         assert rules is not None
         fitted = _RowTree(tree, row, rules, context)
-        fitted.prune(limits.sampled)
-        if limits.added and rules.has_constraint:
+        fitted.prune(sampled)
+        if added and rules.has_constraint:
             fitted.add_forced()
             tokens[row], parents[row] = fitted.new_tokens, fitted.new_parents
             if context.origins is not None:

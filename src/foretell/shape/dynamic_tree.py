@@ -6,8 +6,8 @@ import numpy as np
 
 from foretell.core.context import Context
 from foretell.core.tree import TokenTree
-from foretell.draft.base import Predictor, TopTokens
-from foretell.shape.base import Shape, TreeBuilder
+from foretell.draft.base import Predictor
+from foretell.shape.base import Shape, TreeBuilder, add_best
 
 _EXPAND_FACTOR = 1.5
 """A node is expanded if its score is at least this times `min_score`: its best child mostly scores 1/2 to 2/3 of it."""
@@ -31,8 +31,6 @@ class DynamicTree(Shape[Predictor]):
     width: int
     budget: int
     min_score: float = 0.0
-    min_expand_score: float | None = None
-    """Least score of a node that is expanded; None: `_EXPAND_FACTOR` times `min_score`."""
     elastic: bool = False
 
     drafter_type = Predictor
@@ -46,9 +44,7 @@ class DynamicTree(Shape[Predictor]):
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """The reranked tree for each request."""
-        min_expand_score = self.min_expand_score
-        if min_expand_score is None:
-            min_expand_score = min(1.0, _EXPAND_FACTOR * self.min_score)
+        min_expand_score = min(1.0, _EXPAND_FACTOR * self.min_score)
         bounds = max(self.min_score, context.least_score), max(min_expand_score, context.least_expanded)
         tree = draft.grow_dynamic_tree(context, (self.depth, self.width, self.budget), bounds)
         if tree is not None:
@@ -64,7 +60,7 @@ class DynamicTree(Shape[Predictor]):
                 break
             builder.frontier = builder.frontier[:, :count]
             best = builder.top_tokens(draft, self.width)
-            new = self._expand(builder, best, score, active[:, :count], bounds[0])
+            new = add_best(builder, best, frontier[:, :count], active[:, :count], self.budget, bounds[0])
             if not new.shape[1]:
                 break
             score = np.concatenate([score, new], 1)
@@ -73,31 +69,6 @@ class DynamicTree(Shape[Predictor]):
     def _may_have_kept(self, score: np.ndarray, frontier: np.ndarray) -> np.ndarray:
         """Whether a child of a node may be among the best `budget` ones: it scores at most what the node does."""
         return np.asarray((score[:, None, 1:] >= frontier[:, :, None]).sum(2) < self.budget)
-
-    def _expand(
-        self, builder: TreeBuilder, ranks: TopTokens, score: np.ndarray, active: np.ndarray, min_score: float
-    ) -> np.ndarray:
-        """Add the children of the `active` frontier nodes, in falling order of score per row; their scores."""
-        # Indexed pairwise: `take_along_axis` costs several times as much on arrays as small as these.
-        row = np.arange(len(score))[:, None]
-        index = ranks.logit_index[row, builder.frontier]
-        valid = (
-            builder.tree.valid[row, builder.frontier]
-            & (builder.depth < builder.context.max_depth)[:, None]
-            & (index >= 0)
-            & active
-        )
-        token, new = np.zeros((*index.shape, self.width), np.int64), np.zeros((*index.shape, self.width))
-        if valid.any():
-            width, which = ranks.token.shape[1], index[valid]
-            token[valid, :width] = ranks.token[which]
-            new[valid, :width] = score[row, builder.frontier][valid][:, None] * ranks.probability[which]
-        token, new = token.reshape(len(score), -1), new.reshape(len(score), -1)
-        good = (new > 0) & (new >= min_score)
-        order = np.argsort(-np.where(good, new, -1.0), axis=1, kind="stable")[:, : min(self.budget, good.sum(1).max())]
-        if order.shape[1]:
-            builder.add(builder.frontier[row, order // self.width], token[row, order], good[row, order])
-        return np.asarray(new[row, order])
 
     def _rerank(self, tree: TokenTree, score: np.ndarray) -> TokenTree:
         """Keep the root and the best `budget` nodes; ties go to the earlier, shallower node."""

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 
 from foretell.core.context import Context, StepResult
-from foretell.core.engine_bound import BindingEngine, EngineBound
 from foretell.core.tree import TokenTree, merge_trees
 from foretell.draft.base import Predictor
 from foretell.draft.hybrid import HybridDrafter
@@ -14,7 +13,7 @@ from foretell.shape.chain import Chain
 from foretell.shape.trie import Trie
 
 
-class HybridTree(EngineBound, Shape[HybridDrafter]):
+class HybridTree(Shape[HybridDrafter]):
     """Two offers: the retrieved trie, and the model's chain or tree. The engine's budget asks the retriever, then the
     model for the requests in which it promises more, and verifies the nodes that pay. Without a budget all are.
 
@@ -51,7 +50,3 @@ class HybridTree(EngineBound, Shape[HybridDrafter]):
     def observe(self, step: StepResult) -> None:
         """Update the model's shape."""
         self.model_shape.observe(step)
-
-    def bind(self, engine: BindingEngine) -> bool:
-        """Bind the model's shape, too."""
-        return any([super().bind(engine), self.model_shape.bind(engine)])

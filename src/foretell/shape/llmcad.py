@@ -7,7 +7,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from foretell.core.context import Context, StepResult, StepState, TokenBuffer
-from foretell.core.engine_bound import EngineBound
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import Predictor
@@ -30,7 +29,7 @@ class GrowingBranch:
     """Summed log-probabilities of its tokens under the drafter."""
 
 
-class LLMCadTree(EngineBound, Shape[Predictor]):
+class LLMCadTree(Shape[Predictor]):
     """The branch furthest below its share of tokens grows next; the tree is verified when the best branch is too
     unlikely (arXiv 2309.04255).
 

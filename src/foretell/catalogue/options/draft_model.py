@@ -96,13 +96,6 @@ class DynamicTreeOptions(BeamOptions):
     """A dynamic tree of a draft model."""
 
     num_steps: Depth = 5
-    expert_aware: Annotated[
-        bool,
-        option(
-            "For mixtures of experts: of the tree, the nodes with the most expected tokens for the experts that "
-            "they add to the pass."
-        ),
-    ] = False
 
 
 class OnlineOptions(MethodOptions):

@@ -23,11 +23,6 @@ def layer_weights(config: ModelConfig) -> int:
     return sum(attention_weights(config, i) + mlp_weights(config, i) for i in range(config.layers))
 
 
-def expert_weights(config: ModelConfig) -> int:
-    """Weights of one expert; 0: the model has none."""
-    return 0 if config.experts is None else _matrices(config, config.experts.ffn)
-
-
 def _matrices(config: ModelConfig, neurons: int) -> int:
     """Weights of so many neurons."""
     return (3 if config.gated else 2) * config.hidden * neurons

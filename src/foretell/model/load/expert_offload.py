@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Int
 
 from foretell.core.context import ModelOutput
-from foretell.core.expert_forecast import ExpertForecast
 from foretell.core.tree import NodeMask, TokenTree
 from foretell.model.cache.base import Cache
 from foretell.model.config.model import ModelConfig
@@ -185,16 +185,16 @@ class ExpertOffloadedDecoder(NativeDecoder):
     cache: ExpertCache
     fixed_bytes: int
     """Bytes of weights that stay in memory."""
-    _forecast: ExpertForecast
+    _last_experts: dict[int, Int[np.ndarray, " k"]]
+    """Of the first layer, by token: those that the token had when it was last read."""
 
     @classmethod
     def of(cls, decoder: NativeDecoder, cache: ExpertCache, fixed_bytes: int) -> "ExpertOffloadedDecoder":
         """A decoder whose blocks read their experts from a cache."""
-        made, experts = object.__new__(cls), decoder.config.experts
-        assert experts is not None
+        made = object.__new__(cls)
         made.__dict__.update(decoder.__dict__)
         made.cache, made.fixed_bytes = cache, fixed_bytes
-        made._forecast = ExpertForecast(1, experts.count, experts.active)
+        made._last_experts = {}
         return made
 
     @property
@@ -225,13 +225,14 @@ class ExpertOffloadedDecoder(NativeDecoder):
             OSError: the file cannot be read.
         """
         tokens = tree.token[active]
-        known = [last for token in set(tokens.tolist()) if (last := self._forecast.last(token)) is not None]
+        known = [last for token in set(tokens.tolist()) if (last := self._last_experts.get(token)) is not None]
         if known:
-            number, count = np.unique(np.concatenate([last[0] for last in known]), return_counts=True)
+            number, count = np.unique(np.concatenate(known), return_counts=True)
             self.cache.begin_pass(number[np.argsort(-count, kind="stable")].tolist())
         output = super().forward_tree(tree, rows, length, cache, active, scored, hidden_layers, sampling)
         if output.routes:
-            self._forecast.observe(tokens, np.stack(output.routes[:1]))
+            pairs = zip(tokens.tolist(), output.routes[0], strict=True)
+            self._last_experts.update((token, experts.copy()) for token, experts in pairs)
         return output
 
 

@@ -8,14 +8,14 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foretell.serve.errors import CLIENT_CLOSED_REQUEST, ApiError, bad_request, server_error, validation_error
 from foretell.serve.protocol.base import Body
+from foretell.serve.request_id import with_header
 from foretell.serve.service import Service
 from foretell.serve.settings import Limits
 from foretell.serve.warnings import WARNING_HEADER, log_once, warning_of
@@ -61,7 +61,7 @@ class EndpointApp:
         warning = "" if body is None else warning_of(body)
         if warning:
             log_once(self._endpoint.path, warning)
-            send = _with_warning(send, warning)
+            send = with_header(send, WARNING_HEADER, warning)
         await response(scope, receive, send)
 
     async def _body(self, http: HttpRequest) -> Body | None:
@@ -134,12 +134,3 @@ def parse_body(kind: type[B], data: bytes) -> B:
         raise validation_error(error) from error
     except ValueError as error:
         raise bad_request(str(error)) from error
-
-
-def _with_warning(send: Send, warning: str) -> Send:
-    async def send_with_warning(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)[WARNING_HEADER] = warning
-        await send(message)
-
-    return send_with_warning

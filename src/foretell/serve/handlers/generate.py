@@ -1,6 +1,5 @@
 """Runs the engine's requests of one HTTP request and writes the answer: as one object, or as a stream."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -12,13 +11,13 @@ from starlette.types import ASGIApp
 from foretell.engine.request import Request, Update
 from foretell.plan import PlanRun
 from foretell.serve.choices import Choices, Piece
-from foretell.serve.errors import CLIENT_CLOSED_REQUEST, ApiError
+from foretell.serve.errors import ApiError
 from foretell.serve.formats.base import AnswerFormat
 from foretell.serve.jobs import Batch, Job
 from foretell.serve.planned import AnyJob, PlannedJob
 from foretell.serve.service import Service
 from foretell.serve.silence import Silence
-from foretell.serve.sse import EventStream, disconnected
+from foretell.serve.sse import EventStream, until_disconnected
 from foretell.serve.thinking import Phases
 from foretell.serve.usage import measurements, usage
 
@@ -50,7 +49,8 @@ async def respond(service: Service, http: HttpRequest, generation: Generation) -
     """Generate, and answer.
 
     Raises:
-        ApiError: the server is overloaded, the client went away, or the engine failed.
+        ApiError: the server is overloaded, or the engine failed.
+        ClientDisconnect: the client went away.
     """
     service.admit_tokens(sum(len(r.prompt) for r in generation.requests), len(generation.requests))
     job = _open(service, generation)
@@ -64,7 +64,7 @@ async def respond(service: Service, http: HttpRequest, generation: Generation) -
         events = _events(job, choices, generation, silence)
         return EventStream(events, generation.format.media_type)
     try:
-        pieces = await _until_disconnect(http, _collect(job, choices))
+        pieces = await until_disconnected(http.receive, _collect(job, choices))
     finally:
         job.close()
     body = generation.format.complete(choices, pieces, usage(choices), measurements(choices))
@@ -118,17 +118,3 @@ async def _collect(job: AnyJob, choices: Choices) -> list[Piece]:
         for index, _, update in batch:
             updates[index].append(update)
     return [Piece.of(index, outputs) for index, outputs in enumerate(updates)]
-
-
-async def _until_disconnect(http: HttpRequest, work: "asyncio._CoroutineLike[list[Piece]]") -> list[Piece]:
-    """The result of `work`, which is cancelled when the client goes away."""
-    task, watcher = asyncio.create_task(work), asyncio.create_task(disconnected(http.receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ApiError(CLIENT_CLOSED_REQUEST, "the client went away")
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)

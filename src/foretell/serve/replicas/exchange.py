@@ -10,7 +10,7 @@ from starlette.types import Receive, Send
 
 from foretell.serve.errors import ANTHROPIC_PATH, OLLAMA_PATH, ApiError, unavailable
 from foretell.serve.replicas.messages import ForwardedRequest, Head, Piece, ReplicaLostError, Replicas
-from foretell.serve.sse import BLANK, DONE, PING, disconnected, event, line
+from foretell.serve.sse import BLANK, DONE, PING, event, line, until_disconnected
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 2
@@ -40,17 +40,12 @@ class Exchange:
             ApiError: before the client was sent anything.
             ClientDisconnect: the client has gone away before.
         """
-        self._task, watcher = asyncio.create_task(self._answer()), asyncio.create_task(disconnected(receive))
+        self._task = asyncio.create_task(self._answer())
         try:
-            await asyncio.wait({self._task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if self._task.done():
-                self._task.result()
-            elif not self._sent:
-                raise ClientDisconnect
-        finally:
-            for task in (self._task, watcher):
-                task.cancel()
-            await asyncio.gather(self._task, watcher, return_exceptions=True)
+            await until_disconnected(receive, self._task)
+        except ClientDisconnect:
+            if not self._sent:
+                raise
 
     def end(self, error: ApiError) -> None:
         """End it with an error."""

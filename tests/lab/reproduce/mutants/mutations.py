@@ -28,7 +28,7 @@ from foretell.model.cache.policy import SINKS, Observed, Retrieval
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.skip import default_skip
 from foretell.retrieval.datastore import Datastore
-from foretell.shape import BranchingTree, MergedTree
+from foretell.shape import BranchingTree
 
 Change = Callable[[TokenTree, np.random.Generator], TokenTree]
 """The tree of drafts with other tokens."""
@@ -129,8 +129,8 @@ def accepts(acceptor: Acceptor) -> Callable[[AnyMethod], AnyMethod]:
 
 def one_branch(method: AnyMethod) -> AnyMethod:
     """The first child of every node is drafted and tested, and none of its siblings."""
-    assert isinstance(method.tree, MergedTree)
-    return replace(method, tree=MergedTree(BranchingTree((1,) * len(method.tree.tree.widths))))
+    assert isinstance(method.tree, BranchingTree)
+    return replace(method, tree=BranchingTree((1,) * max(map(len, method.tree.choices))))
 
 
 def permuted_heads(method: AnyMethod) -> AnyMethod:
