@@ -162,8 +162,8 @@ class ForetellProposer:
         output, tokens = output_without_logits(step.tree, self._vocab), [new.get(r, ()) for r in step.requests]
         if self._logits is not None and len(self._logits) == rows:
             pairs = np.array([(first.get(r, -1), len(r.draft)) for r in step.requests])
-            begins, drafted, nodes = pairs[:, :1], pairs[:, 1:], np.arange(step.tree.token.shape[1])
-            rows_of = np.where((begins >= 0) & (nodes <= drafted), begins + nodes, -1)
+            begins, counts, nodes = pairs[:, :1], pairs[:, 1:], np.arange(step.tree.token.shape[1])
+            rows_of = np.where((begins >= 0) & (nodes <= counts), begins + nodes, -1)
             output = replace(output, logits=self._logits, logit_index=rows_of)
         result = StepResult(
             step.context,
