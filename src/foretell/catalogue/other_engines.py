@@ -1,6 +1,7 @@
 """Methods that draft beside another engine's target, for plug-ins of that engine."""
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,9 @@ from foretell.draft.base import Retriever
 from foretell.engine.method import AnyMethod
 from foretell.model.load.reference import resolve_reference
 from foretell.tokenizer.codec import from_directory
+
+_UNKNOWN = SamplingParams(), CounterRNG(0)
+"""How requests are sampled of which the engine does not say it."""
 
 
 def retrieval_method(options: Mapping[str, object], vocab: int, tokenizer: str) -> AnyMethod:
@@ -45,19 +49,25 @@ def free_row(used: Collection[int]) -> int:
 
 def context_of_texts(rows: Sequence[int], texts: Sequence[TokenBuffer], max_depth: Sequence[int]) -> Context:
     """The context of requests of which the texts are known, and not how they are sampled."""
+    parameters, rng = _UNKNOWN
     return Context(
         rows=tuple(rows),
         sequences=tuple(texts),
-        sampling_params=(SamplingParams(),) * len(rows),
-        rngs=(CounterRNG(0),) * len(rows),
+        sampling_params=(parameters,) * len(rows),
+        rngs=(rng,) * len(rows),
         max_depth=np.array(max_depth, np.int64),
     )
 
 
 def output_without_logits(tree: TokenTree, vocab: int) -> ModelOutput:
     """The output of a pass over a tree of which no logits are known."""
-    none, no_state = (np.full(tree.token.shape, -1, np.int64) for _ in range(2))
-    return ModelOutput(torch.empty(0, vocab), none, hidden_index=no_state)
+    none = np.full(tree.token.shape, -1, np.int64)
+    return ModelOutput(_no_logits(vocab), none, hidden_index=none)
+
+
+@cache
+def _no_logits(vocab: int) -> torch.Tensor:
+    return torch.empty(0, vocab)
 
 
 def _text(file: object) -> str:

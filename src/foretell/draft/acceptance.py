@@ -33,6 +33,11 @@ class AcceptanceEstimator:
         self._accepted[kind] = self._accepted[kind] * self._decay + accepted
         self._observed[kind] = self._observed[kind] * self._decay + 1.0
 
+    def update_each(self, right: int) -> None:
+        """Count one token of every kind, of which that of the kind `right` alone was accepted."""
+        self._accepted = [a * self._decay + (kind == right) for kind, a in enumerate(self._accepted)]
+        self._observed = [o * self._decay + 1.0 for o in self._observed]
+
     def cumulative(self, kind: int, length: int) -> tuple[float, ...]:
         """Probabilities that the first, the first two, … of `length` tokens of one kind are accepted."""
         rate, product, out = self.rate(kind), 1.0, []

@@ -86,14 +86,13 @@ class TokenRecycling(Retriever):
         salts = _salts(step.context)
         for i, (row, decided) in enumerate(zip(step.context.rows, step.new_tokens, strict=True)):
             if decided:
-                successors = self.successors(salts[i])
+                successors, odds = self.successors(salts[i]), self._known_odds(row)
                 before = [int(step.context.sequences[i].tokens[-len(decided) - 1]), *decided[:-1]]
                 for token, following in zip(before, decided, strict=True):
                     known = successors[token].tolist()
                     if known[0] >= 0:
                         right = known.index(following) if following in known else self.width
-                        for rank in range(self.width):
-                            self._known_odds(row).update(rank, rank == right)
+                        odds.update_each(right)
         # Ids beyond the vocabulary are look-ahead embeddings.
         scored = (step.output.logit_index >= 0) & (step.tree.token < self._vocab)
         if not scored.any():
@@ -104,7 +103,9 @@ class TokenRecycling(Retriever):
             self.successors(salt)[step.tree.token[own]] = following[step.output.logit_index[own]]
 
     def _known_odds(self, row: int) -> AcceptanceEstimator:
-        return self._estimators.setdefault(row, AcceptanceEstimator(_RANKS, weight=16.0))
+        if row not in self._estimators:
+            self._estimators[row] = AcceptanceEstimator(_RANKS, weight=16.0)
+        return self._estimators[row]
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended; the matrices stay."""

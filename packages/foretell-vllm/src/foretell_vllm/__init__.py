@@ -121,7 +121,7 @@ class ForetellProposer:
         for i, new in enumerate(sampled_token_ids):
             if len(new):
                 tokens = token_ids_cpu[i, : int(num_tokens_no_spec[i])]
-                batch[i] = self._request(known, i, tokens, len(new), batch.values())
+                batch[i] = self._request(known, tokens, len(new), batch.values())
         self._learn(batch, sampled_token_ids, begun, whole=not known and len(batch) == len(drafts))
         for gone in known:
             self._bound.release(gone.row)
@@ -132,16 +132,14 @@ class ForetellProposer:
             drafts[i] = list(request.draft)
         return drafts
 
-    def _request(
-        self, known: list[_Request], i: int, tokens: np.ndarray, new: int, others: Iterable[_Request]
-    ) -> _Request:
-        """The request of the batch's place `i` by its tokens, of which the last `new` are: one of the `known`, which it
-        leaves, first the one that had this place; else a new one in a row that no other has.
+    def _request(self, known: list[_Request], tokens: np.ndarray, new: int, others: Iterable[_Request]) -> _Request:
+        """The request with these tokens, of which the last are `new`: the first of the `known`, which it leaves, that
+        has those before; else a new one in a row that no other has.
         """
         before = tokens[: len(tokens) - new]
-        for place in sorted(range(len(known)), key=lambda n: n != i):
-            text = known[place].text
-            if text.length == len(before) and np.array_equal(text.tokens, before):
+        for place, request in enumerate(known):
+            text = request.text
+            if text.length == len(before) and (text.tokens == before).all():
                 text.append(tokens[len(before) :].tolist())
                 return known.pop(place)
         return _Request(free_row({r.row for r in (*self._requests, *others)}), TokenBuffer(tokens.tolist()))
@@ -163,11 +161,10 @@ class ForetellProposer:
         # vLLM's scheduler may have cut drafts; then the rows of logits are not where they are expected.
         output, tokens = output_without_logits(step.tree, self._vocab), [new.get(r, ()) for r in step.requests]
         if self._logits is not None and len(self._logits) == rows:
-            output = replace(output, logits=self._logits)
-            for n, request in enumerate(step.requests):
-                if request in first:
-                    nodes = np.arange(1 + len(request.draft))
-                    output.logit_index[n, nodes] = first[request] + nodes
+            pairs = np.array([(first.get(r, -1), len(r.draft)) for r in step.requests])
+            begins, counts, nodes = pairs[:, :1], pairs[:, 1:], np.arange(step.tree.token.shape[1])
+            rows_of = np.where((begins >= 0) & (nodes <= counts), begins + nodes, -1)
+            output = replace(output, logits=self._logits, logit_index=rows_of)
         result = StepResult(
             step.context,
             step.tree,
