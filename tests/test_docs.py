@@ -269,3 +269,11 @@ def test_a_translation_has_the_rows_of_its_tables(translation: str, wrong: list[
     pytest.importorskip("mkdocs")
     different = _tool("site_pages").differences("| `a` | one |\n| `b` | two |", translation)
     assert [what for what, *_ in different] == wrong
+
+
+def test_every_property_of_a_method_names_its_test() -> None:
+    lines = (ROOT / "tests" / "README.md").read_text("utf-8").splitlines()
+    rows = [re.fullmatch(r"\|.*\| `(.+)` \| `(.+)` \|", line) for line in lines if line.startswith("|")][2:]
+    assert rows and all(rows)
+    for row in rows:
+        assert row is not None and f"def test_{row[2]}(" in (ROOT / "tests" / row[1]).read_text("utf-8"), row
