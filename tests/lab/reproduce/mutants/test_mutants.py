@@ -42,7 +42,7 @@ UNCONFIRMED = (
 less of the effect all the same.
 """
 SIZES = {
-    "lenience_lossy": (24, 1), "spectr": (24, 1), "lookahead": (48, 2), "jacobi": (64, 4), "eagle2": (64, 4),
+    "lenience_lossy": (24, 1), "lookahead": (48, 2), "jacobi": (64, 4), "eagle2": (64, 4),
     "online": (64, 4),
 }  # fmt: skip
 """Tokens of an answer and prompts of a category, where 24 and 2 are not right: claims at temperature 1 have four seeds
