@@ -22,6 +22,7 @@ from foretell.draft import Predictor
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Completion, Request
+from foretell.lab.reproduce.claims import CLAIMS
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, Shape
 from foretell.testing import TINY, tiny_decoder
@@ -269,3 +270,20 @@ def test_a_translation_has_the_rows_of_its_tables(translation: str, wrong: list[
     pytest.importorskip("mkdocs")
     different = _tool("site_pages").differences("| `a` | one |\n| `b` | two |", translation)
     assert [what for what, *_ in different] == wrong
+
+
+def test_every_property_of_a_method_names_its_test() -> None:
+    lines = (ROOT / "tests" / "README.md").read_text("utf-8").splitlines()
+    rows = [re.fullmatch(r"\|.*\| `(.+)` \| `(.+)` \|", line) for line in lines if line.startswith("|")][2:]
+    assert rows and all(rows)
+    for row in rows:
+        assert row is not None and f"def test_{row[2]}(" in (ROOT / "tests" / row[1]).read_text("utf-8"), row
+
+
+def test_every_claim_has_a_verdict_and_a_broken_method_and_a_paragraph_if_it_is_not_reproduced() -> None:
+    text = (ROOT / "docs" / "howto" / "reproduce.md").read_text("utf-8")
+    verdicts, broken = text.split("## Broken methods")
+    for name in (claim.method for claim in CLAIMS):
+        row = re.search(rf"^\| `{name}` \|.*\| ([a-z ]+) \|$", verdicts, re.MULTILINE)
+        assert row is not None and f"| `{name}` |" in broken, name
+        assert row[1] != "not reproduced" or f"**`{name}`**" in verdicts, name

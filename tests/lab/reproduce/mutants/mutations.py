@@ -13,9 +13,11 @@ import torch
 
 from foretell.accept import LenientRejection
 from foretell.accept.base import Acceptor, AcceptResult
+from foretell.accept.spectr import KSequentialSelection, residual_after_rejections
 from foretell.api import Model
 from foretell.catalogue import self_drafting
 from foretell.core.context import Context
+from foretell.core.sampling import Stream, sample_from
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft import online
@@ -122,6 +124,38 @@ class AcceptsAll(Acceptor):
         return AcceptResult(tuple(path), distributions.sample(row, node))
 
 
+class DividesByChains(KSequentialSelection):
+    """Divides by the number of chains, not by the least valid factor, and ends the path where all tests reject, even if
+    a chain holds the token that follows. As exact, and accepts less.
+    """
+
+    def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
+        """The path as far as tests accept."""
+        children, chains = tree.children(row), [tree.root(row)]
+        while True:
+            node, drafts = chains[0], [c for chain in chains for c in children.get(chain, ())]
+            path, p = (
+                tuple(tree.ancestors(row, node)[int(tree.prefix_length[row]) :]),
+                distributions.probabilities(row, node),
+            )
+            if not drafts:
+                return AcceptResult(path, distributions.sample(row, node))
+            assert tree.q is not None
+            q, tokens, k = (
+                tree.q[row, tree.q_index[row, drafts[0]]].to(p),
+                tree.token[row, drafts].tolist(),
+                len(drafts),
+            )
+            uniform = [distributions.uniform(row, node, Stream.ACCEPT, trial) for trial in range(k)]
+            accepted = [t for u, t in zip(uniform, tokens, strict=True) if u * k * float(q[t]) < float(p[t])]
+            if not accepted:
+                left = residual_after_rejections(p, q, k, k)
+                return AcceptResult(path, sample_from(left, distributions.uniform(row, node, Stream.RESIDUAL)))
+            chains = [c for c, token in zip(drafts, tokens, strict=True) if token == accepted[0]]
+            if not distributions.goes_on(row, chains[0]):
+                return AcceptResult(path, accepted[0])
+
+
 def accepts(acceptor: Acceptor) -> Callable[[AnyMethod], AnyMethod]:
     """Mutation of the acceptor."""
     return lambda method: replace(method, accept=acceptor)
@@ -194,6 +228,13 @@ def window_unused(method: AnyMethod) -> AnyMethod:
 def never_iterates(method: AnyMethod) -> AnyMethod:
     """The guesses stay what they were at first."""
     method.draft.observe = lambda step: method.draft._iterate.clear()
+    return method
+
+
+def corrections_left_out(method: AnyMethod) -> AnyMethod:
+    """A place of a block does not know what was drafted before it."""
+    method.draft.grow_dynamic_tree = lambda *_: None
+    method.draft._scores_after = lambda nodes: (method.draft._blocks.logits_at(nodes), None)
     return method
 
 
@@ -322,6 +363,7 @@ MUTANTS: Mapping[str, Mutant] = {
     "ancestors' mask dropped": Mutant(("eagle3",), world=no_tree_mask),
     "features of the target blank": Mutant(("eagle3",), with_features(torch.zeros_like)),
     "features permuted": Mutant(("eagle", "dflash"), with_features(lambda hidden: hidden.flip(-1))),
+    "corrections left out": Mutant(("dflash",), corrections_left_out),
     "worst keys kept": Mutant(("sparse_kv_draft",), keeps_the_worst_keys),
     "heads permuted": Mutant(("medusa", "blockwise"), permuted_heads),
     "stages read one token": Mutant(("mlp_speculator",), forgets_the_token),
@@ -330,6 +372,7 @@ MUTANTS: Mapping[str, Mutant] = {
     "never iterates": Mutant(("jacobi",), never_iterates),
     "first branch alone": Mutant(("specinfer",), one_branch),
     "chains are copies": Mutant(("spectr",), redrafted(copies_of_the_first)),
+    "divided by the number of chains": Mutant(("spectr",), accepts(DividesByChains())),
     "successors of another token": Mutant(("recycling",), successors_of_another),
     "datastore in disorder": Mutant(("rest",), store_in_disorder),
     "first attention skipped": Mutant(("self_speculative",), world=first_attention_skipped),

@@ -42,7 +42,7 @@ UNCONFIRMED = (
 less of the effect all the same.
 """
 SIZES = {
-    "lenience_lossy": (24, 1), "spectr": (24, 1), "lookahead": (48, 2), "jacobi": (64, 4), "eagle2": (64, 4),
+    "lenience_lossy": (24, 1), "lookahead": (48, 2), "jacobi": (64, 4), "eagle2": (64, 4),
     "online": (64, 4),
 }  # fmt: skip
 """Tokens of an answer and prompts of a category, where 24 and 2 are not right: claims at temperature 1 have four seeds
@@ -50,16 +50,21 @@ of each prompt, and what grows with the answer needs longer ones.
 """
 LONG_PROMPTS, LONG_CHARACTERS = 8, 2000
 """Of the claim about long prompts, `sparse_kv_draft`."""
-TRAINED, STEPS = ("eagle", "dflash"), 60
+STEPS = {"eagle": 60, "dflash": 400}
 """Claims whose speculators do not ship: they are trained for so many steps on the very answers that they draft."""
 
 
 def write_answers(lab: Lab, prompts: tuple[str, ...], folder: Path) -> None:
-    """A training set of the model's answers to the prompts, twice, since some are held out."""
+    """A training set of the model's answers to the prompts, greedy and sampled, twice, since some are held out."""
     model = lab.model
     questions = [model.request(text).prompt for text in prompts]
+    answers = [
+        pair
+        for run in (Run(PLAIN), Run(PLAIN, temperature=1.0))
+        for pair in zip(questions, lab.run(run).tokens, strict=True)
+    ]
     with DatasetWriter(folder, DatasetManifest.of(model, "prompts")) as writer:
-        for number, (question, answer) in enumerate(2 * list(zip(questions, lab.run(Run(PLAIN)).tokens, strict=True))):
+        for number, (question, answer) in enumerate(2 * answers):
             writer.add(DocumentRecord(number=number, tokens=[*question, *answer], start=len(question)))
         writer.seal()
 
@@ -72,23 +77,24 @@ def lab_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(lab_module, "_LONG", LONG_PROMPTS)
         patch.setattr(lab_module, "_LONG_CHARACTERS", LONG_CHARACTERS)
-        answers = tmp_path_factory.mktemp("answers")
-        made = Preparation(model, tmp_path_factory.mktemp("made"), answers, PreparationSettings(steps=STEPS))
+        answers, made = tmp_path_factory.mktemp("answers"), tmp_path_factory.mktemp("made")
 
         @cache
-        def lab(tokens: int, prompts: tuple[str, ...]) -> Lab:
+        def lab(tokens: int, prompts: tuple[str, ...], steps: int) -> Lab:
             settings = LabSettings(model="smollm2-135m", dtype="auto", draft_models=(), new_tokens=tokens, prompts="")
             store = stack.enter_context(RunStore(tmp_path_factory.mktemp("runs"), settings, LabRun))
-            return Lab(model, store, settings, prompts, preparation=made)
+            preparation = Preparation(model, made, answers, PreparationSettings(steps=steps))
+            return Lab(model, store, settings, prompts, preparation=preparation)
 
         def of(claim: str, few: bool = False) -> Lab:
             tokens, per_category = SIZES.get(claim, (24, 2))
             prompts = mixed_prompts(per_category)
             if few:
-                return lab(8, prompts[:2])
-            if claim in TRAINED and not list(answers.iterdir()):
-                write_answers(lab(tokens, prompts), prompts, answers)
-            return lab(tokens, prompts)
+                return lab(8, prompts[:2], STEPS["eagle"])
+            which = lab(tokens, prompts, STEPS.get(claim, STEPS["eagle"]))
+            if claim in STEPS and not list(answers.iterdir()):
+                write_answers(which, prompts, answers)
+            return which
 
         yield of
 
