@@ -126,7 +126,7 @@ def test_openai_s_parse_and_stream(server: Server) -> None:
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs", "choice"),
         ({"grammar": "root ::= missing", "max_tokens": 3}, "grammar", "missing"),
         ({"grammar": GBNF, "json_schema": {}}, "json_schema", "exclude"),
-        ({"structured_outputs": {"json": '{"a":' * 2000}}, "structured_outputs", "nested"),
+        ({"structured_outputs": {"json": '{"a":' * 2000 + "1" + "}" * 2000}}, "structured_outputs", "nested"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_named(server: Server, fields: dict[str, Any], param: str, word: str) -> None:
