@@ -247,11 +247,11 @@ def test_a_new_drafter_that_had_nothing_to_offer_is_asked_again() -> None:
 
 @pytest.mark.parametrize(
     ("share", "forced", "first"),
-    [(0.02, 0, 16), (0.02, 4, 64), (0.4, 0, 320), (0.4, 4, 320)],
+    [(0.02, 0, 8), (0.02, 4, 64), (0.4, 0, 160), (0.4, 4, 160)],
     ids=["judged alone", "verified", "expensive", "verified and expensive"],
 )
 def test_a_trial_comes_the_later_the_more_it_costs(share: float, forced: int, first: int) -> None:
-    """Of steps that take `share` of a plain step more each, so that trials take 0.5 % of the time at most."""
+    """Of steps that take `share` of a plain step more each, so that trials take 1 % of the time at most."""
     trials = Trials()
     trials.switch(False, 0)
     begun = next(step for step in range(1, 999) if step >= trials.next and trials.begin(step, share, forced))

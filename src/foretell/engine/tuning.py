@@ -92,7 +92,7 @@ TRIAL_REQUESTS, TRIAL_STEPS, TRIAL_NODES = 2, 4, 4
 before they draft again, and the time of the first one is not learned), and drafts that are verified beyond those that
 pay.
 """
-TRIAL_SHARE = 0.005
+TRIAL_SHARE = 0.01
 """Share of the time that trials take at most."""
 TRIAL_INTERVAL, COSTLY_INTERVAL = 4, 64
 """Least number of steps between two trials, and between two that read a text or verify drafts that do not pay."""
