@@ -1,5 +1,6 @@
 """Shapes over a drafter whose every distribution is known."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -434,6 +435,13 @@ def test_beam_search_keeps_the_best_sequences_of_every_length(width: int) -> Non
         found = paths(tree, row)
         assert set(found) == beginnings and len(found) == len(beginnings)
     assert paths(tree, 2) == []
+
+
+def test_parallel_chains_of_many_tokens_are_planned_at_once() -> None:
+    shape, begun = BranchingTree((64, *[1] * 255), distinct=False), time.process_time()
+    tree = shape.grow(Table(), context_of([1], max_depth=2, sampling=SAMPLED))
+    assert time.process_time() - begun < 10, "each node is looked at once, not for every node of a level"
+    assert [len(path) for path in paths(tree)] == [1] * 64 + [2] * 64
 
 
 def test_a_beam_of_no_width_is_refused() -> None:

@@ -46,10 +46,13 @@ class FixedTree(Shape[Predictor | DrafterUnion]):
         """Per depth: the nodes of the level above that have children, the ranks of these, and the number of the drafter
         of each node, modulo that of all drafters.
         """
+        children = dict[Path, list[int]]()
+        for *parent, rank in sorted(self.choices):
+            children.setdefault(tuple(parent), []).append(rank)
         above: list[Path] = [()]
         out = list[tuple[list[int], list[list[int]], list[int]]]()
         while True:
-            ranks = [sorted(c[-1] for c in self.choices if c[:-1] == parent) for parent in above]
+            ranks = [children.get(parent, []) for parent in above]
             inner = [i for i, r in enumerate(ranks) if r]
             if not inner:
                 return out
