@@ -435,6 +435,7 @@ def test_beam_search_keeps_the_best_sequences_of_every_length(width: int) -> Non
         found = paths(tree, row)
         assert set(found) == beginnings and len(found) == len(beginnings)
     assert paths(tree, 2) == []
+    assert tree.nodes == 1 + max(map(len, (paths(tree, row) for row in range(3)))), "as many as the cache must hold"
 
 
 def test_parallel_chains_of_many_tokens_are_planned_at_once() -> None:

@@ -192,6 +192,29 @@ def add_best(
     return np.asarray(new[row, order])
 
 
+def take_nodes(tree: TokenTree, nodes: Int[np.ndarray, "b m"]) -> TokenTree:
+    """The trees of these nodes, each row's in this order: the root first, and ancestors before what is below them."""
+    place = np.zeros_like(tree.parent)
+    np.put_along_axis(place, nodes, np.arange(nodes.shape[1])[None], 1)
+
+    def take(x: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(x, nodes, 1)
+
+    valid, parent = take(tree.valid), np.take_along_axis(place, np.maximum(take(tree.parent), 0), 1)
+    # The parent of a node that is not valid may have been left out: use the root.
+    parent = np.where(valid, parent, 0)
+    parent[:, 0] = -1
+    return replace(
+        tree,
+        token=take(tree.token),
+        parent=parent,
+        valid=valid,
+        probe=take(tree.probe),
+        q_index=take(tree.q_index),
+        score=None if tree.score is None else take(tree.score),
+    )
+
+
 def expand_level(
     builder: TreeBuilder,
     drafters: Sequence[ProcessedDistributions],

@@ -7,7 +7,7 @@ import numpy as np
 from foretell.core.context import Context
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
-from foretell.shape.base import Shape, TreeBuilder, add_best
+from foretell.shape.base import Shape, TreeBuilder, add_best, take_nodes
 
 
 @dataclass(frozen=True)
@@ -50,4 +50,6 @@ class BeamSearch(Shape[Predictor]):
         tree, row = builder.build(), np.arange(len(context.rows))
         for node in range(tree.nodes - 1, 0, -1):
             kept[row, tree.parent[:, node]] |= kept[:, node]
-        return replace(tree, valid=kept)
+        # Without the others, which would take room in the cache.
+        order = np.argsort(~kept, axis=1, kind="stable")
+        return take_nodes(replace(tree, valid=kept), order[:, : kept.sum(1).max()])

@@ -7,7 +7,7 @@ import numpy as np
 from foretell.core.context import Context
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
-from foretell.shape.base import Shape, TreeBuilder, add_best
+from foretell.shape.base import Shape, TreeBuilder, add_best, take_nodes
 
 _EXPAND_FACTOR = 1.5
 """A node is expanded if its score is at least this times `min_score`: its best child mostly scores 1/2 to 2/3 of it."""
@@ -76,22 +76,4 @@ class DynamicTree(Shape[Predictor]):
             return tree
         order = np.argsort(-np.where(tree.valid, score, -1.0)[:, 1:], axis=1, kind="stable")[:, : self.budget] + 1
         keep = np.concatenate([np.zeros((tree.rows, 1), np.int64), np.sort(order, axis=1)], 1)
-        new_index = np.zeros_like(tree.parent)
-        np.put_along_axis(new_index, keep, np.arange(keep.shape[1])[None], 1)
-
-        def take(x: np.ndarray) -> np.ndarray:
-            return np.take_along_axis(x, keep, 1)
-
-        parent = np.take_along_axis(new_index, np.maximum(take(tree.parent), 0), 1)
-        parent[:, 0] = -1
-        # The parent of a kept node that is not valid may have been dropped: use the root.
-        parent = np.where(take(tree.valid), parent, np.where(np.arange(keep.shape[1]) == 0, -1, 0))
-        return replace(
-            tree,
-            token=take(tree.token),
-            parent=parent,
-            valid=take(tree.valid),
-            probe=take(tree.probe),
-            q_index=take(tree.q_index),
-            score=take(score),
-        )
+        return take_nodes(tree, keep)
