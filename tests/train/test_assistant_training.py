@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file, save_file
 from training_helpers import answers, check_resume, losses, settings, target, task, trained
 
 from command import expect_error, run_foretell, tiny_target, tiny_tokenizer
@@ -148,6 +149,13 @@ def test_a_draft_model_of_all_blocks_gives_the_logits_of_transformers_stored_or_
     for network in (recipe.network, target(str(folder)).speculator(str(tmp_path / "cut"))):
         assert isinstance(network, DraftNetwork)
         assert abs(all_logits(network.to_network(), text) - expected).max() < 1e-3
+    weights = tmp_path / "cut" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: t for name, t in tensors.items() if not name.endswith(".scale")}, weights)
+    older = target(str(folder)).speculator(str(tmp_path / "cut"))
+    assert isinstance(older, DraftNetwork)
+    factors = {name: t for name, t in older.state_dict().items() if name.endswith(".scale")}
+    assert len(factors) == 5 and all((t == 1).all() for t in factors.values())
 
 
 @pytest.mark.exhaustive

@@ -1,6 +1,7 @@
 """Foretell's own checkpoints of speculators: a directory with `config.json`, `model.safetensors` and a model card."""
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,7 @@ _GROUP_SIZE = 32
 _CLIP_RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 """Clipping thresholds that 4-bit quantisation tries, relative to a group's absolute maximum."""
 
+_FACTOR = re.compile(r"blocks\.\d+\.scale")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Bits = Literal[16, 8, 4]
 
@@ -81,6 +83,9 @@ def load_own(folder: Path, embedding_and_head: EmbeddingAndHead) -> Speculator:
     if network.token_of is not None and "token_of" in tensors:
         network.set_draft_vocab(_check_draft_vocab(tensors["token_of"], network, folder))
     wanted = network.state_dict()
+    # Earlier versions left out the factor behind each block of Gemma 4, and trained and ran with 1.
+    factors = {name: torch.ones_like(t) for name, t in wanted.items() if _FACTOR.fullmatch(name)}
+    tensors = factors | tensors
     if set(wanted) != set(tensors):
         missing, surplus = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
         what = f"lacks {missing[0]}" if missing else f"holds {surplus[0]}, which this kind does not have"
