@@ -71,15 +71,17 @@ class TreeBuilder:
         """Levels below the roots built so far."""
         self._noise = target_noise(context, int(context.max_depth.max(initial=0)))
 
-    def can_expand(self, row: int, node: int) -> bool:
-        """Whether a node of the frontier may have children: it is valid and above the maximum depth."""
-        return bool(self.tree.valid[row, node] and self.depth < self.context.max_depth[row])
+    @property
+    def expandable(self) -> Bool[np.ndarray, "b f"]:
+        """Which nodes of the frontier may have children: those that are valid and above the maximum depth."""
+        # Indexed pairwise: `take_along_axis` costs several times as much on arrays as small as these.
+        valid: Bool[np.ndarray, "b f"] = self.tree.valid[np.arange(len(self.frontier))[:, None], self.frontier]
+        return valid & (self.depth < self.context.max_depth)[:, None]
 
     @property
     def grows(self) -> bool:
         """Whether any node of the frontier may have children."""
-        valid = self.tree.valid[np.arange(len(self.frontier))[:, None], self.frontier]
-        return bool((valid & (self.depth < self.context.max_depth)[:, None]).any())
+        return bool(self.expandable.any())
 
     def expand(self, draft: Predictor) -> ProcessedDistributions:
         """The drafter's distributions after the frontier, on the host, which chooses the children from them."""
@@ -144,12 +146,7 @@ def add_top_ranks(
     rank = np.array([r for part in ranks for r in part])
     parent, row = builder.frontier[:, which], np.arange(len(builder.frontier))[:, None]
     index, count = best.logit_index[row, parent], best.token.shape[1]
-    valid = (
-        builder.tree.valid[row, parent]
-        & (builder.depth < builder.context.max_depth)[:, None]
-        & (index >= 0)
-        & (rank < count)
-    )
+    valid = builder.expandable[:, which] & (index >= 0) & (rank < count)
     if active is not None:
         valid &= active[:, None]
     token = np.zeros_like(parent)
@@ -171,15 +168,9 @@ def add_best(
     """Add the best tokens after the `active` nodes of the frontier, at most `most` per row and in falling order of
     their scores, which are returned: that of the parent, `score`, times the token's probability, at least `least`.
     """
-    # Indexed pairwise: `take_along_axis` costs several times as much on arrays as small as these.
     row, count = np.arange(len(score))[:, None], best.token.shape[1]
     index = best.logit_index[row, builder.frontier]
-    valid = (
-        builder.tree.valid[row, builder.frontier]
-        & (builder.depth < builder.context.max_depth)[:, None]
-        & (index >= 0)
-        & active
-    )
+    valid = builder.expandable & (index >= 0) & active
     token, new = np.zeros((*index.shape, count), np.int64), np.zeros((*index.shape, count))
     if valid.any():
         token[valid] = best.token[index[valid]]
@@ -233,7 +224,7 @@ def expand_level(
     Of several drafters, which must be asked for different tokens, the children of the `i`-th frontier node are those of
     one after another, beginning with number `turns[i]`.
     """
-    b, width = len(builder.frontier), sum(len(r) for r in ranks)
+    b, width, expandable = len(builder.frontier), sum(len(r) for r in ranks), builder.expandable
     parent = np.repeat(builder.frontier, [len(r) for r in ranks], axis=1)
     token, valid, q_index = (
         np.zeros((b, width), np.int64),
@@ -243,7 +234,7 @@ def expand_level(
     for row in range(b) if active is None else active:
         first = 0
         for i, (node, node_ranks) in enumerate(zip(builder.frontier[row].tolist(), ranks, strict=True)):
-            if node_ranks and builder.can_expand(row, node):
+            if node_ranks and expandable[row, i]:
                 turn = 0 if turns is None else turns[i]
                 order = [drafters[(turn + k) % len(drafters)] for k in range(max(node_ranks) + 1)]
                 with suppress(NoTokenError):

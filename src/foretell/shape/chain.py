@@ -58,7 +58,7 @@ class Chain(Shape[Predictor]):
 
     def _chains(self, draft: Predictor, builder: TreeBuilder) -> TokenTree:
         active = list(range(len(builder.frontier)))
-        while active := [row for row in active if builder.can_expand(row, int(builder.frontier[row, 0]))]:
+        while active := [row for row, yes in enumerate(builder.expandable[:, 0]) if yes and row in active]:
             distributions, parents = builder.expand(draft), builder.frontier[:, 0].tolist()
             active = [
                 row
@@ -78,7 +78,7 @@ class Chain(Shape[Predictor]):
     def _argmax_chains(self, draft: Predictor, builder: TreeBuilder) -> TokenTree:
         """The same where every token is the argmax: vectorised over the requests, and with scores."""
         rows = len(builder.frontier)
-        active, row = np.array([builder.can_expand(i, 0) for i in range(rows)]), np.arange(rows)
+        active, row = builder.expandable[:, 0], np.arange(rows)
         scores = [np.ones(rows)]
         while active.any():
             best = builder.top_tokens(draft, 1)
