@@ -31,10 +31,15 @@ class UpperHalvesRunner(DraftsBesideTarget, DecoderRunner):
             )
 
     def attach(self, target: Runner) -> None:
-        """Read the cache of this runner; see `DraftsBesideTarget.attach`."""
+        """Read the cache of this runner; see `DraftsBesideTarget.attach`.
+
+        Raises:
+            ValueError: its cache is not that of the CPU kernels, too.
+        """
         super().attach(target)
         cache = self.target.cache
-        assert isinstance(cache, NativeKVCache)  # as the own one: both are of the same network
+        if not isinstance(cache, NativeKVCache):
+            raise ValueError("this method drafts in the target's own cache, and the target is not of the CPU kernels")
         self.cache = cache.upper_halves
 
     def follow(self, context: Context) -> None:
